@@ -1,0 +1,50 @@
+# Every target does its own set-up: Python 3.11 or 3.12 and pip are all it needs.
+PYTHON ?= python3
+UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
+RUN := $(UV) run --frozen
+PYTEST := $(RUN) pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test unit engine conformance lint format image clean
+
+help: ## Show this help
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+
+.uv/bin/uv:
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --target .uv uv
+
+setup: $(filter .uv/bin/uv,$(UV)) ## Install everything into .venv, from uv.lock
+	$(UV) sync --frozen --quiet
+
+serve: setup ## Serve Redis, the engine (tiny K3 on a CPU) and the gateway on port 8000
+	@exec $(RUN) longhaul serve
+
+test: setup ## Lint, then all tests that run on a CPU: unit and engine
+	$(MAKE) --no-print-directory lint
+	$(PYTEST) -m "not conformance and not gpu"
+
+unit: setup ## The fast tests alone, no engine
+	$(PYTEST)
+
+engine: setup ## The tests that boot the real engine on this CPU
+	$(PYTEST) -m engine
+
+conformance: setup ## Drive the service with real clients (installs them)
+	$(PYTEST) -m conformance
+
+lint: setup ## Check style, types, Dockerfile and compose file
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) pyright
+	$(RUN) hadolint Dockerfile
+	$(RUN) docker-compose -f deploy/compose.yaml config -q
+
+format: setup ## Rewrite the sources in the project's format
+	$(RUN) ruff check --fix-only .
+	$(RUN) ruff format .
+
+image: ## Build the container images (docker where its engine runs, else buildah)
+	deploy/build-image.sh
+
+clean: ## Remove the environment and all state
+	rm -rf .venv .uv .state build

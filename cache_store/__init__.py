@@ -1,0 +1,1 @@
+"""What outlives an engine process: KV pages, KDA states and the turn ledger, in Redis."""

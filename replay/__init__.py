@@ -1,0 +1,1 @@
+"""Replay of agent traces against an HTTP endpoint."""
