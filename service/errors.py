@@ -1,0 +1,170 @@
+"""What can go wrong with a request, apart from any API's way to say it.
+
+    ServiceError
+    ├── InvalidRequest            400  a field is missing, mistyped, out of range or not supported
+    │   ├── ContextTooLong        400  the prompt leaves no room for an answer
+    │   └── BodyTooLarge          413
+    ├── AuthenticationFailed      401
+    ├── NotFound                  404
+    ├── MethodNotAllowed          405
+    ├── TooManyTurns              429  the tenant's limit of concurrent turns is reached
+    └── EngineError
+        ├── EngineOverloaded      503  the engine's queue is full
+        ├── EngineUnavailable     503  no connection, or the engine is starting or stopping
+        └── EngineFailed          502  the engine broke off, or answered something that makes no sense
+
+Each API module renders them in its own shape (`service.chat.error_body`). Messages are ours alone: what an
+engine says holds file paths and token ids, so it goes to the log and never into one of these.
+"""
+
+from typing import ClassVar
+
+
+class ServiceError(Exception):
+    """A failure that is answered with an HTTP status, or inside a stream that has begun.
+
+    Attributes: `status` (HTTP), `kind` (OpenAI's `error.type`), `code` (a word that clients match on, or None),
+    `param` (path of the field at fault, such as `messages[2].content`, or None), `retry_after_s` (whole seconds
+    for the Retry-After header, or None).
+    """
+
+    status: ClassVar[int] = 500
+    kind: ClassVar[str] = "server_error"
+    code: str | None = None
+    param: str | None = None
+    retry_after_s: int | None = None
+
+    @property
+    def message(self) -> str:
+        """What went wrong and what to do about it."""
+        return str(self)
+
+
+class InvalidRequest(ServiceError):
+    """A request that no retry mends: the message names the field and the remedy."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextTooLong(InvalidRequest):
+    """The prompt leaves no room for an answer.
+
+    Agents decide by these very words ("maximum context length") and this code to compact their history.
+    """
+
+    def __init__(self, *, context_tokens: int, prompt_tokens: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {context_tokens} tokens. However, your messages resulted in "
+            f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+            param="messages",
+            code="context_length_exceeded",
+        )
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body is longer than the gateway reads."""
+
+    status = 413
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            f"The request body is larger than {limit_bytes} bytes. Send less, or raise --max-body-mib.",
+            code="request_too_large",
+        )
+
+
+class AuthenticationFailed(ServiceError):
+    """No key, or one that belongs to no tenant."""
+
+    status = 401
+    kind = "authentication_error"
+    code = "invalid_api_key"
+
+    def __init__(self, *, key_sent: bool) -> None:
+        super().__init__(
+            "Incorrect API key provided."
+            if key_sent
+            else "No API key provided. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+        )
+
+
+class NotFound(ServiceError):
+    """No such route or model."""
+
+    status = 404
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "not_found") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class MethodNotAllowed(ServiceError):
+    """The route exists, but not for this method."""
+
+    status = 405
+    kind = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class TooManyTurns(ServiceError):
+    """A tenant has as many turns running as it may."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "concurrent_turns_exceeded"
+    retry_after_s = 1
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"All of the {limit} turns that this API key may run at once are running. Retry when one has ended."
+        )
+
+
+class EngineError(ServiceError):
+    """The engine did not do its part."""
+
+    kind = "server_error"
+
+
+class EngineOverloaded(EngineError):
+    """The engine's queue is full: the same request may pass in a moment."""
+
+    status = 503
+    kind = "overloaded_error"
+    code = "overloaded"
+    retry_after_s = 2
+
+    def __init__(self) -> None:
+        super().__init__("The engine is overloaded. Retry after the time in the Retry-After header.")
+
+
+class EngineUnavailable(EngineError):
+    """The engine can't be reached, is starting, or is stopping."""
+
+    status = 503
+    code = "engine_unavailable"
+    retry_after_s = 5
+
+    def __init__(self) -> None:
+        super().__init__("The engine is not available. Retry after the time in the Retry-After header.")
+
+
+class EngineFailed(EngineError):
+    """The engine broke off in the middle of a turn, or its answer makes no sense; the turn is not recorded."""
+
+    status = 502
+    code = "engine_failed"
+    retry_after_s = 1
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The engine broke off before the turn was complete. The turn was not recorded; send it again."
+        )
