@@ -1,11 +1,11 @@
 """How Kimi K3 writes a conversation: markup and text as separate segments.
 
-K3 has no Jinja template. Its checkpoint renders messages into segments `(text, is_markup)`; each segment is
-tokenized alone, and only a markup segment may become special tokens. So text that spells `<|open|>` stays text,
-and the tokens of a message do not depend on its neighbours. That second property is what an exact turn stands
-on: the segments of a conversation are those of its parts, in order::
+K3 has no Jinja template. Its checkpoint renders messages into segments `(text, is_markup)`; each is tokenized
+alone, and only a markup segment may become special tokens. So text that spells `<|open|>` stays text, and the
+tokens of a message do not depend on its neighbours. That second property is what an exact turn stands on: the
+segments of a conversation are those of its parts, in order::
 
-    head_segments(tools, ...) + messages_segments(messages, ...) + tail_segments(...) + generation_segments(...)
+    head_segments(tools) + messages_segments(messages) + tail_segments(tool_choice) + generation_segments()
 
 and a caller that already holds the tokens up to an assistant message encodes the messages after it alone.
 
@@ -14,25 +14,25 @@ Messages are OpenAI chat messages (plain JSON objects): `role`, `content` (text,
 
 Rules, beside what the functions say:
 
-- An attribute is four segments: ` key`, `="`, the value with `&` and `"` escaped, `"`. Empty text makes no segment.
+- An attribute is four segments: ` key`, `="`, the value with `&` and `"` escaped, `"`. Empty text makes none.
 - Tools, and the schema of a response format, are compact JSON with every object's keys sorted.
-- The `think` channel stands in every assistant message while thinking is on, empty where there is no reasoning,
-  and in none while it is off. So a conversation keeps one setting, or its prefix changes.
+- The `think` channel stands in every assistant message while thinking is on, empty where there is no
+  reasoning, and in none while it is off. So a conversation keeps one setting, or its prefix changes.
 - Reasoning that is only white space counts as none; other reasoning is kept to the letter.
 - Arguments are parsed and written one element a key: a string as it is, everything else as JSON with Python's
-  default separators. So `{"a":1e2}` and `{"a": 100.0}` encode alike. Arguments that are no JSON at all stand in
-  one `json` element; JSON that is no object is refused.
-- A run of tool results is put into the order of the calls of the assistant message before it, when every id
-  in the run is known; otherwise it stays as it is. The index counts results from 1 after each assistant message:
+  default separators. So `{"a":1e2}` and `{"a": 100.0}` encode alike. Arguments that are no JSON at all stand
+  in one `json` element; JSON that is no object is refused.
+- A run of tool results is put into the order of the calls of the assistant message before it when every id in
+  the run is known; otherwise it stays as it is. The index counts results from 1 after each assistant message:
   it is not the position of the call, so a missing result moves the later ones up.
 - A system message that carries `tools` declares them and drops its content.
 - `tool_choice` and `response_format` speak for one turn only: the next rendering no longer has them.
 
-Source: the encoder published with the checkpoint (`moonshotai/Kimi-K3`, `encoding_k3.py`), whose segments for 31
-conversations are in `tests/model/cases.json`. The cases do not show a run of results with unknown ids among
-known ones, a result that names its own tool, or `thinking` off with an assistant message; those follow that file's
-behaviour too. This module is stricter in one respect: where the published encoder skips what it does not know
-(roles) or fails midway, it raises `EncodingError`, so that nothing a client sent is silently lost.
+Source: the encoder published with the checkpoint (`moonshotai/Kimi-K3`, `encoding_k3.py`), whose segments for
+31 conversations are in `tests/model/cases.json`. The cases do not show a run of results with unknown ids, a
+result that names its own tool, or an assistant message while thinking is off; these follow what that file
+does. This module is stricter in one respect: where the published encoder skips what it does not know (roles)
+or fails midway, it raises `EncodingError`, so that nothing a client sent is silently lost.
 
 Standard library only: a copy of this file travels inside the tiny checkpoint.
 """
@@ -64,14 +64,14 @@ _MORE_TOOLS_INTRO: Final = (
     "Here are the specs for the extended tools.\n\n"
 )
 _EFFORT_BODY: Final = (
-    "`thinking_effort` guides on how much to think in your thinking channel (not including the response channel), "
-    "supported values include `low`, `medium`, `high`, and `max`.\n"
+    "`thinking_effort` guides on how much to think in your thinking channel (not including the response "
+    "channel), supported values include `low`, `medium`, `high`, and `max`.\n"
     "Now the system is invoked with `thinking_effort={effort}`."
 )
-_TOOL_CHOICE_BODY: Final = {
-    "required": "The system is invoked with `tool_choice=required`.\nYou MUST call tools in the next message.",
-    "none": "The system is invoked with `tool_choice=none`.\nYou MUST NOT call any tools in the next message.",
-}
+_TOOL_CHOICE_BODY: Final = (
+    "The system is invoked with `tool_choice={choice}`.\nYou {rule} in the next message."
+)
+_TOOL_CHOICE_RULES: Final = {"required": "MUST call tools", "none": "MUST NOT call any tools"}
 _RESPONSE_FORMAT_BODY: Final = (
     "The system is invoked with `response_format={kind}`.\n"
     "Your response must be raw JSON data without markdown code blocks (```json) or any additional formatting."
@@ -132,7 +132,7 @@ def head_segments(
         if thinking_effort not in THINKING_EFFORTS:
             raise EncodingError(
                 "thinking_effort",
-                f"{thinking_effort!r} is not supported; use one of {', '.join(THINKING_EFFORTS)}, or leave it out",
+                f"{thinking_effort!r} is not supported; use {', '.join(THINKING_EFFORTS)}, or leave it out",
             )
         segments += _system_message("thinking-effort", _EFFORT_BODY.format(effort=thinking_effort))
     return segments
@@ -211,13 +211,14 @@ def tail_segments(
 ) -> list[Segment]:
     """Render what holds for the next message only: tool choice, then response format.
 
-    `tool_choice` speaks when it is `"required"` or `"none"`; anything else (`"auto"`, a named tool) is silent.
+    `tool_choice` speaks when it is `"required"` or `"none"`; all else (`"auto"`, a named tool) is silent.
     SGLang passes it on only when the request has tools, so a caller that wants the same prompt does likewise.
     Raises `EncodingError` for a `json_schema` format without a schema and for an unknown format.
     """
     segments: list[Segment] = []
-    if isinstance(tool_choice, str) and tool_choice in _TOOL_CHOICE_BODY:
-        segments += _system_message("tool-choice", _TOOL_CHOICE_BODY[tool_choice])
+    if isinstance(tool_choice, str) and (rule := _TOOL_CHOICE_RULES.get(tool_choice)):
+        body = _TOOL_CHOICE_BODY.format(choice=tool_choice, rule=rule)
+        segments += _system_message("tool-choice", body)
     if response_format is None:
         return segments
     match response_format.get("type"):
@@ -468,8 +469,8 @@ def _answered_tool(
     if tool is None:
         raise EncodingError(
             field,
-            "is a tool result that answers no call; give it the `name` of its tool, or put the assistant message "
-            "with the matching `tool_calls` before it",
+            "is a tool result that answers no call; give it the `name` of its tool, or put the assistant "
+            "message with the matching `tool_calls` before it",
         )
     return str(tool)
 
