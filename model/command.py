@@ -1,0 +1,61 @@
+"""Build the tiny Kimi K3: 5 million random parameters with every mechanism of the released model.
+
+It serves on a CPU and answers in gibberish; development, tests and measurements of everything but the
+language run on it. The same seed gives the same bytes on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+EXAMPLES = """\
+  longhaul model build
+  longhaul model build --output /tmp/k3 --seed 7 --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `longhaul model`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    build = actions.add_parser("build", help="write the checkpoint", description="Write the checkpoint.")
+    build.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="where to write it (default: models/k3-tiny in $LONGHAUL_STATE or ./.state)",
+    )
+    build.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
+    build.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build and report; 0 when the checkpoint stands, 1 when it could not be written."""
+    from model import tiny  # torch: not for `--help`
+
+    path: Path = args.output or tiny.default_path()
+    try:
+        checkpoint = tiny.build(path, args.seed)
+    except (tiny.CheckpointError, OSError) as error:
+        print(f"longhaul model build: {error}", file=sys.stderr)
+        return 1
+    summary = {
+        "path": str(checkpoint.path),
+        "seed": checkpoint.seed,
+        "parameters": checkpoint.parameters,
+        "bytes": sum((checkpoint.path / name).stat().st_size for name in checkpoint.files),
+        "sha256": checkpoint.files["model.safetensors"],
+    }
+    if args.json:
+        print(json.dumps(summary))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False)
+    for name, value in summary.items():
+        table.add_row(name, f"{value:,}" if name in ("parameters", "bytes") else str(value))
+    Console().print(table)
+    return 0
