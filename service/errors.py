@@ -23,9 +23,8 @@ from typing import ClassVar
 class ServiceError(Exception):
     """A failure that is answered with an HTTP status, or inside a stream that has begun.
 
-    Attributes: `status` (HTTP), `kind` (OpenAI's `error.type`), `code` (a word that clients match on, or None),
-    `param` (path of the field at fault, such as `messages[2].content`, or None), `retry_after_s` (whole seconds
-    for the Retry-After header, or None).
+    `kind` is OpenAI's `error.type`, `code` a word that clients match on, `param` the path of the field at
+    fault (`messages[2].content`), `retry_after_s` the whole seconds of the Retry-After header.
     """
 
     status: ClassVar[int] = 500
@@ -60,8 +59,8 @@ class ContextTooLong(InvalidRequest):
 
     def __init__(self, *, context_tokens: int, prompt_tokens: int) -> None:
         super().__init__(
-            f"This model's maximum context length is {context_tokens} tokens. However, your messages resulted in "
-            f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+            f"This model's maximum context length is {context_tokens} tokens. However, your messages "
+            f"resulted in {prompt_tokens} tokens. Please reduce the length of the messages.",
             param="messages",
             code="context_length_exceeded",
         )
@@ -124,7 +123,7 @@ class TooManyTurns(ServiceError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(
-            f"All of the {limit} turns that this API key may run at once are running. Retry when one has ended."
+            f"All {limit} turns that this API key may run at once are running. Retry when one has ended."
         )
 
 
@@ -158,7 +157,7 @@ class EngineUnavailable(EngineError):
 
 
 class EngineFailed(EngineError):
-    """The engine broke off in the middle of a turn, or its answer makes no sense; the turn is not recorded."""
+    """The engine broke off within a turn, or its answer makes no sense; the turn is not recorded."""
 
     status = 502
     code = "engine_failed"

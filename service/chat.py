@@ -1,0 +1,100 @@
+"""`POST /v1/chat/completions`: OpenAI Chat Completions over the turns that every API shares."""
+
+import secrets
+from collections.abc import AsyncGenerator
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.access import Record, record_of
+from service.chat_answer import ChatAnswer, error_body
+from service.chat_request import ChatRequest, read_chat_request
+from service.engine import TokenLogprob
+from service.errors import NotFound, ServiceError
+from service.fields import parse_object
+from service.identity import identify
+from service.runner import Turn, TurnRequest
+from service.stream import DONE, EventStream, data_event, while_connected
+from service.web import JsonResponse, authenticate, read_body, service_of, turn_headers
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer one request. Raises ServiceError, and ClientLeft."""
+    service, record = service_of(request), record_of(request.scope)
+    tenant = authenticate(request)
+    fields = parse_object(await read_body(request))
+    chat = read_chat_request(fields, service.sampling_defaults, service.tokenizer.vocab_size)
+    session = identify(request.headers, fields.values)
+    record.stream = chat.stream
+    record.session = session.id if session else None
+    served = (await service.engine.info()).model
+    if chat.model is not None and chat.model != served:
+        raise NotFound(
+            f"The model {chat.model[:100]!r} does not exist. This service has {served!r}.",
+            param="model",
+            code="model_not_found",
+        )
+    turn_request = TurnRequest(
+        tenant=tenant,
+        session=record.session,
+        conversation=chat.conversation,
+        sampling=chat.sampling,
+        single_call=chat.single_call,
+    )
+    turn = await while_connected(request.receive, service.runner.start(turn_request))
+    record.turn, record.parent = turn.prompt.turn, turn.prompt.parent
+    record.prompt_tokens = len(turn.prompt.ids)
+    record.continued_tokens = turn.prompt.continued_tokens
+    answer = ChatAnswer(
+        f"chatcmpl-{secrets.token_hex(12)}", served, service.tokenizer, include_usage=chat.include_usage
+    )
+    headers = turn_headers(turn.prompt)
+    if chat.stream:
+        return EventStream(
+            _events(turn, answer, record),
+            headers=headers,
+            ping_interval_s=service.ping_interval_s,
+            closed=lambda left: _close(turn, record, left=left),
+        )
+    left = True
+    try:
+        body = await while_connected(request.receive, _whole(turn, chat, answer))
+        left = False
+        return JsonResponse(body, headers=headers)
+    except ServiceError:
+        left = False
+        raise
+    finally:
+        await _close(turn, record, left=left)
+
+
+async def _whole(turn: Turn, chat: ChatRequest, answer: ChatAnswer) -> dict[str, object]:
+    logprobs: list[TokenLogprob] = []
+    async for step in turn:
+        logprobs += step.logprobs
+    assert turn.completion is not None, "the steps end with the completion"
+    return answer.whole(turn.completion, None if chat.sampling.top_logprobs is None else logprobs)
+
+
+async def _events(turn: Turn, answer: ChatAnswer, record: Record) -> AsyncGenerator[bytes]:
+    yield data_event(answer.first_chunk())
+    try:
+        async for step in turn:
+            if events := b"".join(data_event(chunk) for chunk in answer.chunks(step)):
+                yield events
+    except ServiceError as error:
+        record.error = error.code or error.kind
+        yield data_event(error_body(error)) + DONE
+        return
+    assert turn.completion is not None, "the steps end with the completion"
+    yield b"".join(data_event(chunk) for chunk in answer.last_chunks(turn.completion)) + DONE
+
+
+async def _close(turn: Turn, record: Record, *, left: bool) -> None:
+    await turn.close("client" if left else "engine")
+    record.ttft_s = turn.ttft_s
+    if (completion := turn.completion) is None:
+        return
+    record.finish, record.recorded = completion.finish, turn.recorded
+    record.cached_tokens = completion.usage.cached_tokens
+    record.completion_tokens = completion.usage.completion_tokens

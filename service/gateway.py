@@ -1,0 +1,181 @@
+"""Serve agents over HTTP in front of a running engine: OpenAI Chat Completions with exact turns.
+
+On SIGTERM or Ctrl-C no new connections are taken, and requests get --drain-s seconds to end.
+"""
+
+import argparse
+import ipaddress
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+import httpx
+import uvicorn
+
+from cache_store.ledger import Ledger
+from model.state import state_directory
+from model.tokenizer import K3Tokenizer, TokenizerError
+from service.access import JsonFormatter
+from service.app import build_app
+from service.engine import Engine
+from service.engine_watch import EngineWatch
+from service.metrics import Metrics
+from service.runner import TurnRunner
+from service.sampling import checkpoint_defaults
+from service.tenants import Tenants, TenantsFileError
+from service.turns import Turns
+from service.web import Service
+
+log = logging.getLogger(__name__)
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+EXAMPLES = """\
+  longhaul gateway
+  longhaul gateway --engine http://engine:30000 --ledger redis://ledger:6379/0 --model /models/kimi-k3
+  longhaul gateway --host 0.0.0.0 --tenants tenants.toml"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `longhaul gateway`."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
+    parser.add_argument(
+        "--engine", default="http://127.0.0.1:30000", metavar="URL", help="SGLang (%(default)s)"
+    )
+    parser.add_argument(
+        "--ledger",
+        default="redis://127.0.0.1:6379/0",
+        metavar="URL",
+        help="Redis of the turn ledger: redis://, rediss:// or unix:// (%(default)s)",
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint, for its tokenizer (<state>/models/k3-tiny)"
+    )
+    parser.add_argument(
+        "--tenants", type=Path, metavar="FILE", help="API keys, TOML; without it no key is asked"
+    )
+    parser.add_argument(
+        "--drop-tails",
+        action="store_true",
+        help="leave tool_choice and response_format texts of earlier turns out of later prompts",
+    )
+    parser.add_argument(
+        "--ping-s", type=float, default=10.0, metavar="S", help="ping a silent stream so often (%(default)s)"
+    )
+    parser.add_argument(
+        "--drain-s",
+        type=int,
+        default=60,
+        metavar="S",
+        help="time to end requests when stopping (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-body-mib", type=int, default=64, metavar="MIB", help="longest request body (%(default)s)"
+    )
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="(%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until stopped; exit status 2 when the gateway can't be set up."""
+    _set_up_logging(args.log_level)
+    model = args.model or state_directory() / "models" / "k3-tiny"
+    try:
+        service = build_service(
+            engine_url=args.engine,
+            ledger_url=args.ledger,
+            model=model,
+            tenants=Tenants.load(args.tenants),
+            keep_tails=not args.drop_tails,
+            max_body_bytes=args.max_body_mib << 20,
+            ping_interval_s=args.ping_s,
+        )
+    except (TenantsFileError, TokenizerError, ValueError, httpx.InvalidURL) as error:
+        print(f"longhaul gateway: {error}", file=sys.stderr)
+        return 2
+    if service.tenants.open and not _is_loopback(args.host):
+        log.warning("%s is open to the network and nobody needs a key: give --tenants", args.host)
+    return serve(service, host=args.host, port=args.port, drain_s=args.drain_s)
+
+
+def build_service(
+    *,
+    engine_url: str,
+    ledger_url: str,
+    model: Path,
+    tenants: Tenants,
+    keep_tails: bool = True,
+    max_body_bytes: int = 64 << 20,
+    ping_interval_s: float = 10.0,
+    grace_s: float = 5.0,
+) -> Service:
+    """Put a gateway together; nothing is connected yet.
+
+    Raises TokenizerError, or ValueError for an address that is none. `LONGHAUL_ENGINE_API_KEY` in the
+    environment is SGLang's `--api-key`.
+    """
+    tokenizer = K3Tokenizer.load(model)
+    metrics = Metrics()
+    engine = Engine(
+        engine_url,
+        vocabulary=tokenizer.vocab_size,
+        api_key=os.environ.get("LONGHAUL_ENGINE_API_KEY"),
+    )
+    ledger = Ledger(ledger_url)
+    turns = Turns(ledger, tokenizer, keep_tails=keep_tails)
+    return Service(
+        engine=engine,
+        watch=EngineWatch(engine, tokenizer, metrics),
+        ledger=ledger,
+        runner=TurnRunner(engine, turns, tokenizer, tenants, metrics, grace_s=grace_s),
+        tenants=tenants,
+        tokenizer=tokenizer,
+        metrics=metrics,
+        sampling_defaults=checkpoint_defaults(model),
+        max_body_bytes=max_body_bytes,
+        ping_interval_s=ping_interval_s,
+    )
+
+
+def serve(service: Service, *, host: str, port: int, drain_s: int) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status."""
+    config = uvicorn.Config(
+        build_app(service),
+        host=host,
+        port=port,
+        loop="uvloop",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=drain_s,
+    )
+    server = uvicorn.Server(config)
+    # uvicorn raises the signal that stopped it once more when it is done: a clean stop is no failure.
+    for stopping in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(stopping, _ignore)
+    try:
+        server.run()
+    except SystemExit:  # the port is taken; uvicorn has said so
+        return 1
+    return 0 if server.started else 1
+
+
+def _ignore(_signal: int, _frame: FrameType | None) -> None:
+    pass
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _set_up_logging(level: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -1,0 +1,194 @@
+"""The core that every API shares: prepare a prompt, generate, parse, record.
+
+An API module makes a `TurnRequest` and awaits `TurnRunner.start`, which raises a `ServiceError` while there
+is still a status to choose. It then iterates over the turn's steps and, when they end, finds
+`turn.completion` recorded. It closes the turn in any case.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+
+from model.tokenizer import K3Tokenizer
+from service.constraint import output_constraint
+from service.conversation import Completion, Conversation, Usage
+from service.engine import Chunk, Engine, Generation
+from service.errors import InvalidRequest
+from service.metrics import Metrics
+from service.reader import MessageReader, Step
+from service.sampling import Sampling, output_room
+from service.tenants import Tenant, Tenants
+from service.turns import Prompt, Turns
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """What an API module asks for. `single_call` ends the message after its first tool call."""
+
+    tenant: Tenant
+    session: str | None
+    conversation: Conversation
+    sampling: Sampling
+    single_call: bool = False
+
+
+class Turn:
+    """One turn under way: an iterator over its steps.
+
+    `completion` and `recorded` (the ledger has acknowledged it) are there when the iteration has ended.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        reader: MessageReader,
+        chunks: AsyncGenerator[Chunk],
+        runner: "TurnRunner",
+        request: TurnRequest,
+        held: ExitStack,
+        started_at: float,
+    ) -> None:
+        self.prompt = prompt
+        self.completion: Completion | None = None
+        self.recorded = False
+        self.ttft_s: float | None = None
+        self._reader = reader
+        self._chunks = chunks
+        self._runner = runner
+        self._request = request
+        self._held = held
+        self._started_at = started_at
+        self._steps = self._run()
+        self._first: asyncio.Future[Chunk] | None = None
+
+    def __aiter__(self) -> AsyncIterator[Step]:
+        return self._steps
+
+    async def begin(self, grace_s: float) -> None:
+        """Wait for the engine's first chunk, at most for the grace. Raises the engine's refusal."""
+        self._first = asyncio.ensure_future(anext(self._chunks))
+        done, _ = await asyncio.wait({self._first}, timeout=grace_s)
+        if done:
+            self._first.result()
+
+    async def close(self, cause: str = "engine") -> None:
+        """Give everything back; what the engine still does is aborted and counted under the cause."""
+        if self._first is not None:
+            self._first.cancel()
+            await asyncio.gather(self._first, return_exceptions=True)
+        await self._steps.aclose()
+        await self._chunks.aclose()
+        if self.completion is None:
+            self._runner.metrics.aborted.labels(cause).inc()
+        self._held.close()
+
+    async def _run(self) -> AsyncGenerator[Step]:
+        assert self._first is not None, "begin comes first"
+        async with aclosing(self._chunks) as chunks:
+            chunk = await self._first
+            self.ttft_s = time.monotonic() - self._started_at
+            self._runner.metrics.ttft.observe(self.ttft_s)
+            while True:
+                yield self._reader.feed(chunk)
+                if chunk.stop is not None or self._reader.ended:
+                    break
+                chunk = await anext(chunks)
+        yield self._reader.finish()
+        usage = Usage(
+            prompt_tokens=len(self.prompt.ids),
+            cached_device_tokens=chunk.cached_device_tokens,
+            cached_host_tokens=chunk.cached_host_tokens,
+            cached_storage_tokens=chunk.cached_storage_tokens,
+        )
+        completion = self._reader.completion(chunk.stop or "stop", usage)
+        self.recorded = await self._runner.record(self._request.tenant, self.prompt, completion)
+        self.completion = completion
+
+
+class TurnRunner:
+    """Starts turns. `grace_s`: how long a start waits for the engine's first tokens.
+
+    What the engine refuses, it refuses at once; a prefill takes minutes. So an answer whose engine was silent
+    for the grace can be begun, and pinged, without a guess at its status.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        turns: Turns,
+        tokenizer: K3Tokenizer,
+        tenants: Tenants,
+        metrics: Metrics,
+        *,
+        grace_s: float = 5.0,
+    ) -> None:
+        self.metrics = metrics
+        self._engine = engine
+        self._turns = turns
+        self._tokenizer = tokenizer
+        self._tenants = tenants
+        self._grace_s = grace_s
+
+    async def start(self, request: TurnRequest) -> Turn:
+        """Begin a turn: its prompt is assembled and the engine has taken it. Raises ServiceError."""
+        started_at = time.monotonic()
+        with ExitStack() as held:
+            held.enter_context(self._tenants.turn(request.tenant))
+            held.enter_context(self.metrics.running.track_inprogress())
+            info = await self._engine.info()
+            prompt = await self._prepare(request)
+            room_tokens = output_room(
+                len(prompt.ids),
+                max_prompt_tokens=info.max_prompt_tokens,
+                max_request_tokens=info.max_request_tokens,
+                context_tokens=info.context_tokens,
+            )
+            sampling = request.sampling.engine_parameters(room_tokens)
+            sampling |= output_constraint(
+                request.conversation, prompt.channel, self._tokenizer, sampling["max_new_tokens"]
+            )
+            generation = Generation(
+                # Ours, and of one length: the engine aborts every request whose id begins with the given one.
+                rid=secrets.token_hex(16),
+                ids=prompt.ids,
+                sampling=sampling,
+                cache_salt=request.tenant.cache_salt,
+                top_logprobs=request.sampling.top_logprobs,
+            )
+            reader = MessageReader(
+                self._tokenizer, prompt.channel, request.sampling, single_call=request.single_call
+            )
+            chunks = self._engine.generate(generation)
+            turn = Turn(prompt, reader, chunks, self, request, held.pop_all(), started_at)
+        try:
+            await turn.begin(self._grace_s)
+        except BaseException as error:
+            await turn.close("client" if isinstance(error, asyncio.CancelledError) else "engine")
+            raise
+        return turn
+
+    async def record(self, tenant: Tenant, prompt: Prompt, completion: Completion) -> bool:
+        """Record a turn and count it; whether the ledger has acknowledged it."""
+        started_at = time.monotonic()
+        recorded = await self._turns.record(prompt, completion)
+        self.metrics.record.observe(time.monotonic() - started_at)
+        if not recorded.stored:
+            self.metrics.ledger_failures.inc()
+        self.metrics.count_turn(tenant.name, prompt, completion.usage)
+        return recorded.stored
+
+    async def _prepare(self, request: TurnRequest) -> Prompt:
+        started_at = time.monotonic()
+        try:
+            prompt = await self._turns.prepare(request.tenant.name, request.session, request.conversation)
+        except ValueError as error:
+            raise InvalidRequest(str(error), param=getattr(error, "field", None)) from None
+        self.metrics.prepare.observe(time.monotonic() - started_at)
+        self.metrics.count_prompt(prompt)
+        return prompt

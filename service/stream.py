@@ -1,0 +1,115 @@
+"""Server-sent events, and noticing that a client has left."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+PING: Final = b": ping\n\n"
+"""A comment, which every parser of server-sent events skips (WHATWG HTML, section 9.2.6)."""
+DONE: Final = b"data: [DONE]\n\n"
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before it had the whole answer."""
+
+
+def data_event(document: object) -> bytes:
+    """One event that carries a JSON document."""
+    return b"data: " + orjson.dumps(document) + b"\n\n"
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do the work, unless the client leaves first: then it is cancelled and ClientLeft is raised.
+
+    The request's body must have been read, so that `receive` has nothing to give but the disconnection.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnection(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeft
+        return working.result()
+    finally:
+        watching.cancel()
+        if not working.done():
+            working.cancel()
+            # Let it close what it holds before anybody counts it as gone.
+            await asyncio.wait({working})
+        elif not working.cancelled():
+            working.exception()  # it may be nobody else's to retrieve
+
+
+async def _disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """An answer of server-sent events, with pings while `events` is silent.
+
+    `closed` is awaited when the stream has ended, in whatever way; its argument says whether the client left.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        *,
+        headers: Mapping[str, str],
+        ping_interval_s: float,
+        closed: Callable[[bool], Awaitable[None]],
+    ) -> None:
+        self._events = events
+        self._ping_interval_s = ping_interval_s
+        self._closed = closed
+        self._sent_at = 0.0
+        self.status_code = 200
+        self.background = None
+        # nginx buffers answers of an upstream unless it is told not to.
+        self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything (ASGI 3)."""
+        left = True
+        try:
+            await while_connected(receive, self._send_all(send))
+            left = False
+        except ClientLeft:
+            pass
+        finally:
+            await self._closed(left)
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._sent_at = time.monotonic()
+        pinging = asyncio.create_task(self._ping(send))
+        try:
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    self._sent_at = time.monotonic()
+        finally:
+            pinging.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await pinging
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _ping(self, send: Send) -> None:
+        while True:
+            silent_s = time.monotonic() - self._sent_at
+            if silent_s < self._ping_interval_s:
+                await asyncio.sleep(self._ping_interval_s - silent_s)
+            else:
+                await send({"type": "http.response.body", "body": PING, "more_body": True})
+                self._sent_at = time.monotonic()
