@@ -122,8 +122,10 @@ class Ledger:
         turns = await self.turns(tenant, [key.hex() for key in keys])
         return [turn for turn in turns if turn is not None]
 
-    async def append(self, tenant: str, turn: Turn, version: Version, path: Sequence[Turn] = ()) -> bool:
-        """Write a turn; True once Redis has acknowledged it. `path`: ancestors that are to live on."""
+    async def append(
+        self, tenant: str, turn: Turn, version: Version, path: Sequence[tuple[str, bytes]] = ()
+    ) -> bool:
+        """Write a turn; True once Redis has acknowledged it. `path`: (key, digest) of ancestors to renew."""
         prefix = _prefix(tenant)
         data = encode_turn(turn)
         try:
@@ -133,9 +135,9 @@ class Ledger:
                 if turn.session:
                     name = f"{prefix}s:{_session_digest(turn.session)}"
                     self._list(pipe, name, bytes.fromhex(turn.key), newest_first=False)
-                for ancestor in path:
-                    pipe.expire(f"{prefix}t:{ancestor.key}", self.ttl_s)
-                    pipe.expire(f"{prefix}d:{ancestor.digest.hex()}", self.ttl_s)
+                for key, digest in path:
+                    pipe.expire(f"{prefix}t:{key}", self.ttl_s)
+                    pipe.expire(f"{prefix}d:{digest.hex()}", self.ttl_s)
                 await pipe.execute()
         except LedgerUnavailable:
             return False

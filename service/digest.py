@@ -63,15 +63,17 @@ _ASPECTS: Final = {
 class Chain:
     """The digests of a conversation: `digests[n]` covers the head and the first n messages.
 
-    Tool results count in the order of their calls: `fingerprints` and `reasoning` follow that order.
+    Tool results count in the order of their calls; `places` says where each message stands in the request.
+    `reasoning` has a digest for every message, `NO_REASONING` for those that have none.
     """
 
     digests: tuple[bytes, ...]
     fingerprints: tuple[Fingerprint, ...]
-    reasoning: tuple[bytes | None, ...]
+    reasoning: tuple[bytes, ...]
+    places: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.digests) == len(self.fingerprints) + 1 == len(self.reasoning) + 1
+        assert len(self.digests) - 1 == len(self.fingerprints) == len(self.reasoning) == len(self.places)
 
     @property
     def head(self) -> bytes:
@@ -85,17 +87,15 @@ def chain(salt: bytes, conversation: Conversation, messages: Sequence[Message]) 
     head = _hash(salt, _json([conversation.tools, conversation.thinking, effort]))
     digests, fingerprints = [head], list[Fingerprint]()
     ordered = list(_in_call_order(messages))
-    for message, attributes in ordered:
-        fingerprint = _fingerprint(message, attributes)
+    for place, attributes in ordered:
+        fingerprint = _fingerprint(messages[place], attributes)
         fingerprints.append(fingerprint)
         digests.append(extend(digests[-1], fingerprint))
     return Chain(
         digests=tuple(digests),
         fingerprints=tuple(fingerprints),
-        reasoning=tuple(
-            reasoning_digest(message) if message.get("role") == "assistant" else None
-            for message, _ in ordered
-        ),
+        reasoning=tuple(reasoning_digest(messages[place]) for place, _ in ordered),
+        places=tuple(place for place, _ in ordered),
     )
 
 
@@ -113,6 +113,8 @@ def fingerprint(message: Message) -> Fingerprint:
 
 def reasoning_digest(message: Message) -> bytes:
     """Digest of an assistant message's reasoning, white space left out; `NO_REASONING` for none."""
+    if message.get("role") != "assistant":
+        return NO_REASONING
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if not isinstance(reasoning, str) or not (visible := "".join(reasoning.split())):
         return NO_REASONING
@@ -123,7 +125,7 @@ def call_ids_digest(messages: Iterable[Message]) -> bytes:
     """Digest of the tool call ids in the last message that has calls. Ids are unguessable."""
     ids: list[Any] = []
     for message in messages:
-        if calls := _calls(message):
+        if calls := calls_of(message):
             ids = [call.get("id") for call in calls]
     return _short(_json(ids).decode("utf-8", "surrogatepass"))
 
@@ -138,7 +140,7 @@ def _fingerprint(message: Message, attributes: object) -> Fingerprint:
     return Fingerprint(
         role="system" if role == "developer" else role,
         content=_hash(_json(_content(message.get("content")))),
-        calls=_hash(_json([_call(call) for call in _calls(message)])),
+        calls=_hash(_json([_call(call) for call in calls_of(message)])),
         attributes=_hash(_json(attributes)),
     )
 
@@ -179,7 +181,8 @@ def _part(part: object) -> object:
     return ["part", {key: value for key, value in fields.items() if key not in _CACHE_HINTS}]
 
 
-def _calls(message: Message) -> list[Mapping[str, Any]]:
+def calls_of(message: Message) -> list[Mapping[str, Any]]:
+    """An assistant message's tool calls; what is no object is left out."""
     calls = message.get("tool_calls")
     if message.get("role") != "assistant" or not isinstance(calls, Sequence) or isinstance(calls, str):
         return []
@@ -220,42 +223,42 @@ def _plain(value: object) -> object:
             return value
 
 
-def _in_call_order(messages: Sequence[Message]) -> Iterator[tuple[Message, object]]:
-    """Each message with its attributes, runs of tool results in the order that `model.encoding` renders."""
+def _in_call_order(messages: Sequence[Message]) -> Iterator[tuple[int, object]]:
+    """Each message's place and attributes, runs of tool results in the order of `model.encoding`."""
     names: list[str | None] = []
-    places: dict[str | None, int] = {}
+    positions: dict[str | None, int] = {}
     answered = 0
     start = 0
     while start < len(messages):
         message = messages[start]
         if message.get("role") != "tool":
             if message.get("role") == "assistant":
-                calls = _calls(message)
+                calls = calls_of(message)
                 names = [_tool_name(call) for call in calls]
-                places = {
-                    str(call["id"]): place
-                    for place, call in reversed(list(enumerate(calls, start=1)))
+                positions = {
+                    str(call["id"]): position
+                    for position, call in reversed(list(enumerate(calls, start=1)))
                     if call.get("id") is not None
                 }
                 answered = 0
-            yield message, _attributes(message)
+            yield start, _attributes(message)
             start += 1
             continue
         end = start
         while end < len(messages) and messages[end].get("role") == "tool":
             end += 1
-        run = [(places.get(_answered_id(result), 0), result) for result in messages[start:end]]
-        known = all(place for place, _ in run)
+        run = [(positions.get(_answered_id(messages[place]), 0), place) for place in range(start, end)]
+        known = all(position for position, _ in run)
         if known:
             run.sort(key=lambda item: item[0])
-        for place, result in run:
+        for position, place in run:
             answered += 1
             if known:
-                yield result, [names[place - 1], place]
+                yield place, [names[position - 1], position]
             else:
-                own = result.get("tool", result.get("name"))
+                own = messages[place].get("tool", messages[place].get("name"))
                 called = names[answered - 1] if answered <= len(names) else None
-                yield result, [called if own is None else str(own), answered]
+                yield place, [called if own is None else str(own), answered]
         start = end
 
 
