@@ -1,0 +1,304 @@
+"""Replay agent traces against an OpenAI-compatible endpoint.
+
+Sends the recorded sessions, their sub-agents beside their parents, as filler text that has the token counts
+and the shared prefixes that the trace's block hashes say; reports latencies and how much of the prefix that
+an infinite cache would have hit was hit.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import random
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvloop
+from rich.console import Console
+
+from replay import words as vocabulary
+from replay.calibration import Calibration, ChatMessage, calibrate
+from replay.client import ChatClient
+from replay.errors import EndpointError, ReplayError, RequestFailed
+from replay.layout import USER, Planner
+from replay.metrics import cached_tokens_by_tier
+from replay.progress import ReplayProgress
+from replay.record import Record
+from replay.render import document, request_rows, tables
+from replay.report import Report, make_report
+from replay.run import Replay
+from replay.scale import Scale
+from replay.schedule import Pace, SystemClock
+from replay.selection import fitting, largest_scale, load
+from replay.trace import Session
+
+EXAMPLES = """\
+  longhaul replay traces/                   # a folder, as small as the model's context needs
+  longhaul replay a.json b.json c.json --concurrency 3 --scale 1/32
+  longhaul replay traces/ --url https://host --model kimi-k3 --api-key-env KIMI_KEY --max-sessions 20
+  longhaul replay traces/ --tokenizer models/kimi-k3 --seed 7 --json --output replay.json
+"""
+CALIBRATION = "calibration"
+EXIT_ERRORS = 1
+EXIT_UNUSABLE = 2
+EXIT_INTERRUPTED = 130
+console = Console(stderr=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add = parser.add_argument
+    add(
+        "paths",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="trace files (Weka .json, .jsonl) or folders of them",
+    )
+    add("--url", default="http://127.0.0.1:8000", help="the endpoint's root (default: %(default)s)")
+    add("--model", help="the model's name (default: the first that the endpoint lists)")
+    add("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
+    add("--concurrency", type=_positive, default=3, help="live session trees (default: %(default)s)")
+    add(
+        "--scale",
+        default="auto",
+        help="factor for all token counts, such as 1/32 (default: 1, or the largest of 1/2, 1/4, ... "
+        "that fits the model's context)",
+    )
+    add("--time-scale", type=_not_negative, help="factor for all gaps between turns (default: the scale)")
+    add(
+        "--idle-cap",
+        type=_not_negative,
+        default=300.0,
+        metavar="SECONDS",
+        help="longest gap, in seconds of the trace (default: %(default)s)",
+    )
+    add("--max-sessions", type=_positive, metavar="N", help="only the first N sessions")
+    add("--max-turns", type=_positive, metavar="N", help="only the first N turns of each conversation")
+    add(
+        "--max-context",
+        type=_positive,
+        metavar="TOKENS",
+        help="leave out sessions with a request above this, scaled, output included",
+    )
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="folder of the model's tokenizer.json (default: find one-token words by asking the endpoint)",
+    )
+    add(
+        "--seed", type=int, help="makes the text reproducible (default: a new one, so that no cache knows it)"
+    )
+    add(
+        "--timeout",
+        type=_positive,
+        default=600,
+        metavar="SECONDS",
+        help="longest silence of the endpoint (default: %(default)s)",
+    )
+    add(
+        "--error-limit",
+        type=_not_negative,
+        default=0.01,
+        metavar="SHARE",
+        help="share of failed requests from which on the exit status is 1 (default: %(default)s)",
+    )
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    add("--output", type=Path, metavar="FILE", help="write the JSON, with a row per request, to a file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay and report; 0, or 1 over the error limit, 2 when nothing could be replayed, 130 after Ctrl-C."""
+    try:
+        api_key = _api_key(args.api_key_env)
+        sessions = load(args.paths, args.max_sessions, args.max_turns)
+        outcome = uvloop.run(_replay(args, sessions, api_key))
+        result = outcome.document
+        if args.output is not None:
+            rows = {**result, "requests": request_rows(outcome.records)}
+            args.output.write_bytes(orjson.dumps(rows, option=orjson.OPT_INDENT_2) + b"\n")
+    except (ReplayError, OSError) as error:
+        _complain(error)
+        return EXIT_UNUSABLE
+    if args.json:
+        sys.stdout.write(orjson.dumps(result).decode() + "\n")
+    else:
+        Console().print(tables(outcome.report))
+    if outcome.stopped:
+        console.print(
+            f"longhaul replay: {outcome.stopped}", style="red", highlight=False, markup=False, soft_wrap=True
+        )
+    if outcome.interrupted:
+        return EXIT_INTERRUPTED
+    return 0 if outcome.ok else EXIT_ERRORS
+
+
+def _complain(problem: object) -> None:
+    console.print(f"longhaul replay: {problem}", style="red", highlight=False, markup=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    report: Report
+    records: list[Record]
+    document: dict[str, Any]
+    ok: bool
+    interrupted: bool
+    stopped: str | None
+
+
+async def _replay(args: argparse.Namespace, sessions: list[Session], api_key: str | None) -> _Outcome:
+    client = ChatClient(args.url, api_key=api_key, timeout_s=args.timeout)
+    async with client:
+        await client.connect(args.model)
+        seed = args.seed if args.seed is not None else random.SystemRandom().randrange(2**32)
+        scale = _scale(args.scale, sessions, client.context_tokens)
+        sessions, skipped = fitting(sessions, scale, args.max_context)
+        if skipped:
+            console.print(f"left out above {args.max_context:,} tokens: {', '.join(skipped)}")
+        words, calibration = await _measure_endpoint(client, args.tokenizer, seed)
+        pace = Pace(float(scale.factor) if args.time_scale is None else args.time_scale, args.idle_cap)
+        with ReplayProgress(sum(session.turns for session in sessions), console) as progress:
+            replay = Replay(
+                client=client,
+                planner=Planner(scale, calibration.overhead),
+                words=words,
+                pace=pace,
+                clock=SystemClock(),
+                concurrency=args.concurrency,
+                seed=seed,
+                on_record=progress.add,
+            )
+            tiers_before = await _tiers(client)
+            interrupted, stopped = await _until_interrupted(replay, sessions)
+        report = make_report(replay.records)
+        tiers_source = "usage" if report.total.tiers is not None else None
+        if tiers_source is None and tiers_before:
+            tiers_after = await _tiers(client)
+            tiers = {tier: count - tiers_before[tier] for tier, count in tiers_after.items()}
+            if tiers:
+                report = dataclasses.replace(report, total=dataclasses.replace(report.total, tiers=tiers))
+                tiers_source = "metrics"
+    ok = not interrupted and stopped is None and report.error_rate <= args.error_limit
+    about = {
+        "ok": ok,
+        "interrupted": interrupted,
+        "stopped": stopped,
+        "url": client.url,
+        "model": client.model,
+        "concurrency": args.concurrency,
+        "scale": str(scale),
+        "time_scale": pace.time_scale,
+        "idle_cap_s": pace.idle_cap_s,
+        "seed": seed,
+        "skipped_sessions": skipped,
+        "words": len(words),
+        "template_tokens": dataclasses.asdict(calibration.overhead),
+        "template_residual_tokens": calibration.residual_tokens,
+        "forced": client.forcing.accepted,
+        "tiers_source": tiers_source,
+    }
+    return _Outcome(report, replay.records, document(report, about), ok, interrupted, stopped)
+
+
+async def _until_interrupted(replay: Replay, sessions: Sequence[Session]) -> tuple[bool, str | None]:
+    """Run the replay; whether Ctrl-C ended it, and which error of the endpoint did."""
+    task = asyncio.ensure_future(replay.run(sessions))
+    interrupted = False
+
+    def interrupt() -> None:
+        nonlocal interrupted
+        interrupted = True
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not interrupted:
+            raise
+    except EndpointError as error:
+        return interrupted, str(error)
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+    return interrupted, None
+
+
+async def _measure_endpoint(
+    client: ChatClient, tokenizer: Path | None, seed: int
+) -> tuple[tuple[str, ...], Calibration]:
+    async def count_messages(messages: Sequence[ChatMessage]) -> int:
+        return await client.prompt_tokens(messages, CALIBRATION)
+
+    async def count_text(text: str) -> int:
+        return await count_messages([{"role": USER, "content": text}])
+
+    try:
+        if tokenizer is not None:
+            words = vocabulary.from_tokenizer(tokenizer)
+        else:
+            words = await vocabulary.from_endpoint(count_text)
+        calibration = await calibrate(count_messages, words, seed)
+    except RequestFailed as error:
+        raise EndpointError(f"{client.url} can't be measured: {error}") from error
+    refused = [name for name, accepted in client.forcing.accepted.items() if not accepted]
+    if "ignore_eos" in refused or "min_tokens" in refused:
+        console.print(f"the endpoint refuses {', '.join(refused)}: outputs may end early", style="yellow")
+    if calibration.residual_tokens:
+        console.print(
+            f"the chat template is not additive: a long prompt has {calibration.residual_tokens:+} tokens",
+            style="yellow",
+        )
+    return words, calibration
+
+
+async def _tiers(client: ChatClient) -> dict[str, int]:
+    page = await client.metrics()
+    try:
+        return cached_tokens_by_tier(page) if page else {}
+    except ValueError:
+        return {}
+
+
+def _scale(text: str, sessions: Sequence[Session], context_tokens: int | None) -> Scale:
+    if text != "auto":
+        try:
+            return Scale.parse(text)
+        except ValueError as error:
+            raise ReplayError(f"--scale: {error}") from error
+    scale = largest_scale(sessions, context_tokens)
+    if scale != Scale():
+        console.print(
+            f"scale {scale}: at more, requests would not fit the context of {context_tokens:,} tokens"
+        )
+    return scale
+
+
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ReplayError(f"--api-key-env {variable}: the environment has no such variable")
+    return key
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, is {number}")
+    return number
+
+
+def _not_negative(text: str) -> float:
+    number = float(text)
+    if not number >= 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, is {text}")
+    return number

@@ -1,0 +1,225 @@
+"""From block ids to messages: which message covers which tokens of which prompt.
+
+A trace has no roles. As AgentX does, a prompt becomes a system message (tools and system prompt), then user
+and assistant messages whose borders lie where turns ended. The recorded text, not what the server answered,
+is carried into the next turn.
+
+**Branches.** A branch is a sequence of block ids that only grows. A request that extends the newest request
+of its agent's branch (all blocks of it, then more) continues the branch; any other one forks: a new branch
+which shares the longest prefix of blocks that any branch of the scope has. Up to the fork the prompts are
+equal, from it on they differ, whichever way the trace diverges: an edit in the middle, a compaction, a
+sub-agent, a retry.
+
+**Positions.** A message covers the positions [start, end) of its prompt and every prompt that shares the
+message has it at the same place. The endpoint's chat template spends some tokens on each message
+(`Overhead`); the message's text is what is left, the words at its first positions. What the template puts
+behind the last message (the generation prompt) is left out of the last message's end. So a prompt has
+exactly the recorded number of tokens wherever its newest part is long enough for a message; where it is
+not, the part is left out or lengthened, whichever is nearer, and the next turn makes up for it. Where a
+fork cuts a message, the prompts share at least the shared blocks, and fewer than an overhead more.
+"""
+
+import bisect
+from dataclasses import dataclass, field
+from itertools import count
+
+from replay.scale import Scale
+from replay.trace import Agent, Request, Session
+
+SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Tokens of the endpoint's chat template: per message of a role, and once per prompt (`prompt`)."""
+
+    system: int
+    user: int
+    assistant: int
+    prompt: int
+
+    def __post_init__(self) -> None:
+        assert min(self.system, self.user, self.assistant, self.prompt) >= 0, self
+
+    def of(self, role: str) -> int:
+        """The tokens around a message of this role."""
+        return {SYSTEM: self.system, USER: self.user, ASSISTANT: self.assistant}[role]
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """A growing sequence of block ids, dense within a scope; `tokens` is its newest prompt's length."""
+
+    blocks: tuple[int, ...] = ()
+    tokens: int = 0
+    messages: "tuple[Message, ...]" = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Message:
+    """A message over the positions [start, end) of its branch, of which `overhead` are not text."""
+
+    role: str
+    start: int
+    end: int
+    overhead: int
+    branch: Branch
+
+    def __post_init__(self) -> None:
+        assert self.words >= 1, (self.role, self.start, self.end, self.overhead)
+
+    @property
+    def words(self) -> int:
+        """The number of tokens of text, at least 1."""
+        return self.end - self.start - self.overhead
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """A request as it will be sent; all counts in scaled tokens.
+
+    `input_tokens` is what the trace says, `planned_tokens` what the messages come to, `prefix_tokens` the
+    longest prefix of full blocks that an earlier request of the scope had: what an infinite cache would
+    hit.
+    """
+
+    messages: tuple[Message, ...]
+    input_tokens: int
+    planned_tokens: int
+    output_tokens: int
+    prefix_tokens: int
+
+
+@dataclass(slots=True)
+class Scope:
+    """Where block ids mean the same: one session, or all sessions of a run."""
+
+    branches: list[Branch] = field(default_factory=list[Branch])
+    ids: "count[int]" = field(default_factory=count)
+    dense: dict[int, int] = field(default_factory=dict[int, int])
+
+    def blocks(self, request: Request) -> tuple[int, ...]:
+        """The request's block ids, renumbered densely in the order of their first appearance."""
+        dense, ids = self.dense, self.ids
+        numbered: list[int] = []
+        for block in request.blocks:
+            number = dense.get(block)
+            if number is None:
+                number = dense[block] = next(ids)
+            numbered.append(number)
+        return tuple(numbered)
+
+    def longest_prefix(self, blocks: tuple[int, ...]) -> tuple[Branch | None, int]:
+        """The branch that shares most blocks, the newest of equals, and how many it shares."""
+        best: Branch | None = None
+        length = 0
+        for branch in reversed(self.branches):
+            if length < len(blocks) and branch.blocks[:length] == blocks[:length]:
+                shared = common_prefix(branch.blocks, blocks)
+                if shared > length:
+                    best, length = branch, shared
+        return best, length
+
+
+def common_prefix(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    """How many leading elements are equal."""
+    limit = min(len(left), len(right))
+    # Whether the first n differ is monotone in n, and comparing slices runs in C.
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda length: left[:length] != right[:length])
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Plans the sessions of one run."""
+
+    scale: Scale
+    overhead: Overhead
+    shared: Scope = field(default_factory=Scope)
+
+    def plan(self, session: Session) -> list[list[PlannedRequest]]:
+        """For each agent of the session its requests, planned in the order of their recorded start."""
+        scope = self.shared if session.shared_blocks else Scope()
+        order = sorted(
+            (request.start_s, index, number)
+            for index, agent in enumerate(session.agents)
+            for number, request in enumerate(agent.requests)
+        )
+        planned: list[list[PlannedRequest]] = [[] for _ in session.agents]
+        current: dict[int, Branch] = {}
+        grown: list[Branch] = []
+        for _, index, number in order:
+            agent = session.agents[index]
+            request = agent.requests[number]
+            previous_output = agent.requests[number - 1].output_tokens if number else 0
+            blocks = scope.blocks(request)
+            nearest, shared = scope.longest_prefix(blocks)
+            tokens = self.scale.length(request.input_tokens)
+            prefix_tokens = min(tokens, self.scale.position(shared * session.block_tokens))
+            branch = current.get(index)
+            if branch is None or not _extends(branch, blocks, tokens):
+                branch = Branch()
+                grown.append(branch)
+                if nearest is not None:
+                    self._fork(branch, nearest, prefix_tokens, tokens)
+                scope.branches.append(branch)
+                current[index] = branch
+            branch.blocks, branch.tokens = blocks, tokens
+            self._append(branch, agent, tokens - self.overhead.prompt, self.scale.length(previous_output))
+            planned[index].append(
+                PlannedRequest(
+                    messages=branch.messages,
+                    input_tokens=tokens,
+                    planned_tokens=branch.messages[-1].end + self.overhead.prompt,
+                    output_tokens=self.scale.length(request.output_tokens),
+                    prefix_tokens=prefix_tokens,
+                )
+            )
+        for branch in grown:
+            # Text behind the last known block: blocks that no other branch has.
+            last = self.scale.block_at(branch.messages[-1].end, session.block_tokens)
+            branch.blocks += tuple(next(scope.ids) for _ in range(len(branch.blocks), last + 1))
+        return planned
+
+    def _fork(self, branch: Branch, origin: Branch, shared: int, tokens: int) -> None:
+        """Give a new branch the messages within the `shared` tokens, and the start of the one that is cut."""
+        kept = [message for message in origin.messages if message.end <= shared]
+        branch.messages = tuple(kept)
+        if len(kept) == len(origin.messages):
+            return
+        cut = origin.messages[len(kept)]
+        if cut.role == USER or cut.start >= shared:
+            return
+        # The system prompt keeps its border; an assistant's message ends where the fork is.
+        end = cut.end if cut.role == SYSTEM else shared + cut.overhead
+        last = tokens - self.overhead.prompt - self.overhead.user - 1
+        end = min(end, last)
+        if end - cut.start > cut.overhead:
+            branch.messages = (*kept, Message(cut.role, cut.start, end, cut.overhead, branch))
+
+    def _append(self, branch: Branch, agent: Agent, end: int, answer_tokens: int) -> None:
+        """Append messages so that the last one is a user's and ends at `end`, as nearly as can be."""
+        overhead = self.overhead
+        messages = list(branch.messages)
+        start = messages[-1].end if messages else 0
+        smallest_user = overhead.user + 1
+        if not messages:
+            head = min(self.scale.position(agent.head_tokens), end - smallest_user)
+            if head > overhead.system:
+                messages.append(Message(SYSTEM, 0, head, overhead.system, branch))
+                start = head
+        elif messages[-1].role == USER:
+            smallest_assistant = overhead.assistant + 1
+            room = end - start - smallest_user
+            if room >= smallest_assistant:
+                # The recorded answer began behind the generation prompt, which its message replaces.
+                length = min(room, max(smallest_assistant, overhead.prompt + answer_tokens))
+                messages.append(Message(ASSISTANT, start, start + length, overhead.assistant, branch))
+                start += length
+            elif 2 * (end - start) < smallest_user:
+                return  # too little was added for a message: leaving it out is nearer than putting one in
+        messages.append(Message(USER, start, max(end, start + smallest_user), overhead.user, branch))
+        branch.messages = tuple(messages)
+
+
+def _extends(branch: Branch, blocks: tuple[int, ...], tokens: int) -> bool:
+    return tokens >= branch.tokens and blocks[: len(branch.blocks)] == branch.blocks
