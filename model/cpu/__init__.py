@@ -1,1 +1,1 @@
-"""SGLang platform plug-in with which Kimi K3 runs on a plain CPU, in torch."""
+"""Kimi K3's operators in plain torch, and the SGLang platform that serves with them on a CPU."""
