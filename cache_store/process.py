@@ -5,6 +5,7 @@ whatever it starts can be ended with it as one process group. The kernel signals
 that started it ends, however that ends (PR_SET_PDEATHSIG, prctl(2)): start children from a thread that stays.
 """
 
+import ctypes
 import os
 import shutil
 import signal
@@ -15,8 +16,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+_PR_SET_CHILD_SUBREAPER = 36
 _TETHER = Path(__file__).with_name("tether.py")
 _POLL_S = 0.05
+
+
+def adopt_orphans() -> None:
+    """Become the parent of whatever this process's children leave behind, so that it can be reaped at once.
+
+    Else they become children of process 1, which in a container may be slow to reap, or never do it.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class ChildProcess:

@@ -5,6 +5,7 @@ optionally, `EXAMPLES` (shown under its help).
 """
 
 import argparse
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -53,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name = arguments[0]
     if name not in COMMANDS:
-        print(f"longhaul: no command named {name!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(COMMANDS)}"
+        print(f"longhaul: no command named {name!r}; {hint}", file=sys.stderr)
         return 2
     module = importlib.import_module(COMMANDS[name].module)
     examples = getattr(module, "EXAMPLES", "")
