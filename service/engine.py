@@ -25,6 +25,7 @@ _CONNECT_TIMEOUT_S: Final = 5.0
 _CONTROL_TIMEOUT_S: Final = 10.0
 # SGLang closes an idle connection after SGLANG_TIMEOUT_KEEP_ALIVE = 5 s: give ours up before it does.
 _KEEP_ALIVE_S: Final = 3.0
+_GIVEN_UP: Final = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 _REQUEST_SLACK_TOKENS: Final = 5
 """`max_req_input_len` is the longest request minus this (managers/tp_worker.py)."""
 
@@ -226,13 +227,13 @@ class Engine:
                         async for event in events:
                             yield event
                 return
-            except httpx.RemoteProtocolError as error:
-                # A kept-alive connection that the engine had just closed: nothing was begun, so ask again.
-                if started or attempt == 2:
-                    raise self._unavailable("/generate", error) from None
             except httpx.HTTPError as error:
                 unavailable = self._unavailable("/generate", error)
-                raise (EngineFailed() if started else unavailable) from None
+                if started:
+                    raise EngineFailed from None
+                # A kept-alive connection that the engine had just given up: nothing was begun, so ask again.
+                if attempt == 2 or not isinstance(error, _GIVEN_UP):
+                    raise unavailable from None
 
     async def _abort(self, rid: str) -> None:
         try:
