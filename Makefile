@@ -37,7 +37,7 @@ lint: setup ## Check style, types, Dockerfile and compose file
 	$(RUN) ruff format --check .
 	$(RUN) pyright
 	$(RUN) hadolint Dockerfile
-	$(RUN) docker-compose -f deploy/compose.yaml config -q
+	$(RUN) docker-compose -f deploy/compose.yaml --profile '*' config -q
 
 format: setup ## Rewrite the sources in the project's format
 	$(RUN) ruff check --fix-only .

@@ -54,7 +54,7 @@ for target in "${targets[@]}"; do
     if [[ ${builder} == docker ]]; then
         DOCKER_BUILDKIT=1 docker build --target "${target}" --tag "${image}" \
             --label "org.opencontainers.image.version=${image##*:}" "${flags[@]}" "${extra[@]}" .
-        size=$(docker image inspect --format '{{.Size}}' "${image}")
+        size=$(docker images --format '{{.Size}}' "${image}")
     else
         # HEALTHCHECK is kept by the docker format alone.
         buildah build --format docker --target "${target}" --tag "${image}" \
