@@ -1,10 +1,10 @@
 """A DSpark draft checkpoint as SGLang's `DSparkDraftModel` loads it, with random or fitted weights.
 
-DSpark (arXiv 2607.05147): a few Qwen3 layers read projected hidden states of the target as context and propose
-a block of tokens in parallel; a low-rank Markov head adds what the previous token says about the next.
+DSpark (arXiv 2607.05147): a few Qwen3 layers read projected hidden states of the target as context, propose
+a block of tokens in parallel, and a low-rank Markov head adds what the previous token says about the next.
 Embedding and output head are the target's.
 
-An untrained draft proposes noise, which is what tests of exactness need: nearly every proposal is rejected and
+An untrained draft proposes noise, as tests of exactness need it: nearly every proposal is rejected and
 rolled back. `successors` writes a table of likely next tokens into the Markov head, so that runs of proposals
 are accepted as well.
 """
