@@ -2,10 +2,8 @@
 
 Eight layers in K3's pattern (three KDA, then one gated MLA, twice), AttnRes, Stable LatentMoE, SiTU, NoPE, a
 context of 32,768 tokens, float32. It speaks no language. It is made to be checked against: the same seed
-gives the same bytes on every machine, and its states matter, so that a wrong one changes what it says.
-
-Weights come from SHAKE-256 of seed and tensor name: four 16-bit integers are added and scaled, which IEEE 754
-rounds alike everywhere, where a library's normal distribution may not.
+gives the same bytes on every machine, and its states matter, so that a wrong one changes what it says
+(`model.tiny_weights`).
 
 Files: `config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json`,
 `tokenizer_config.json`, the Python files of the tokenizer, and, written last, `longhaul.json`: the seed and
@@ -16,20 +14,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
+from model.tiny_weights import weights
 from model.vocabulary import SPECIAL_IDS, TEXT_TOKENS, VOCAB_SIZE, tokenizer_config, tokenizer_json
 
 CONTEXT_TOKENS: Final = 32768
@@ -49,9 +43,6 @@ _SHARED_EXPERTS: Final = 2
 _LATENT: Final = 128
 _CONV: Final = 4
 _FULL_ATTENTION_LAYERS: Final = (4, 8)  # from 1, as K3's configuration counts
-
-_QUERY_GAIN: Final = 2.0
-_LOGIT_GAIN: Final = 4.0
 
 _TOKEN_ROLES: Final = {"bos": "[BOS]", "eos": "<|end_of_msg|>", "pad": "[PAD]"}
 _SOURCES: Final = ("encoding.py", "tokenizer.py", "tokenization_k3.py")
@@ -120,7 +111,8 @@ def build(path: Path, seed: int = 0) -> Checkpoint:
 
 def _write(path: Path, seed: int) -> Checkpoint:
     path.chmod(0o755)  # a temporary directory is private
-    tensors = {name: law(_normal(f"{seed}/{name}", shape)) for name, (shape, law) in _shapes()}
+    text: dict[str, Any] = config()["text_config"]
+    tensors = {weight.name: weight.draw(seed) for weight in weights(text, TEXT_TOKENS)}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     (path / "model.safetensors").chmod(0o644)
     for name in _SOURCES:
@@ -217,99 +209,6 @@ def config() -> dict[str, Any]:
         "vision_config": vision,
         **tokens,
     }
-
-
-def _normal(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Float32 tensor, nearly normal with mean 0 and deviation 1: sums of four uniform 16-bit integers."""
-    count = math.prod(shape)
-    stream = hashlib.shake_256(name.encode()).digest(count * 8)
-    if sys.byteorder == "big":
-        raise CheckpointError("building needs a little-endian machine; copy a built checkpoint instead")
-    integers = torch.frombuffer(bytearray(stream), dtype=torch.int16).view(count, 4)
-    total = integers.sum(dim=1, dtype=torch.int32) + 2  # a signed 16-bit integer has mean -1/2
-    return (total.to(torch.float32) * (1 / math.sqrt((2**32 - 1) / 3))).view(shape)
-
-
-Law = Callable[[Tensor], Tensor]
-
-
-def _scaled(deviation: float, mean: float = 0.0) -> Law:
-    return lambda tensor: tensor * deviation + mean
-
-
-def _shapes() -> Iterator[tuple[str, tuple[tuple[int, ...], Law]]]:
-    """Yield every tensor's name, shape and law. Projections keep the variance of their input."""
-
-    def linear(name: str, out: int, into: int, gain: float = 1.0) -> tuple[str, tuple[tuple[int, ...], Law]]:
-        return f"{name}.weight", ((out, into), _scaled(gain * into**-0.5))
-
-    def ffn(name: str, inner: int) -> Iterator[tuple[str, tuple[tuple[int, ...], Law]]]:
-        yield linear(f"{name}.gate_proj", inner, _HIDDEN)
-        yield linear(f"{name}.up_proj", inner, _HIDDEN)
-        yield linear(f"{name}.down_proj", _HIDDEN, inner)
-
-    def norm(name: str, size: int) -> tuple[str, tuple[tuple[int, ...], Law]]:
-        return f"{name}.weight", ((size,), _scaled(0.1, 1.0))
-
-    width = _HEADS * _HEAD_DIM
-    root = "language_model.model"
-    yield f"{root}.embed_tokens.weight", ((VOCAB_SIZE, _HIDDEN), _scaled(1.0))
-    for layer in range(_LAYERS):
-        at = f"{root}.layers.{layer}"
-        for name in (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "self_attention_res_norm",
-            "mlp_res_norm",
-        ):
-            yield norm(f"{at}.{name}", _HIDDEN)
-        for name in ("self_attention_res_proj", "mlp_res_proj"):
-            yield linear(f"{at}.{name}", 1, _HIDDEN)
-        attention = f"{at}.self_attn"
-        yield linear(f"{attention}.g_proj", width, _HIDDEN)
-        yield linear(f"{attention}.o_proj", _HIDDEN, width)
-        if layer + 1 in _FULL_ATTENTION_LAYERS:
-            yield linear(f"{attention}.q_a_proj", _Q_RANK, _HIDDEN)
-            yield norm(f"{attention}.q_a_layernorm", _Q_RANK)
-            yield linear(f"{attention}.q_b_proj", _HEADS * (_HEAD_DIM + _ROPE_DIM), _Q_RANK, _QUERY_GAIN)
-            yield linear(f"{attention}.kv_a_proj_with_mqa", _KV_RANK + _ROPE_DIM, _HIDDEN)
-            yield norm(f"{attention}.kv_a_layernorm", _KV_RANK)
-            yield linear(f"{attention}.kv_b_proj", _HEADS * 2 * _HEAD_DIM, _KV_RANK)
-        else:
-            for name in "qkv":
-                yield linear(f"{attention}.{name}_proj", width, _HIDDEN)
-                yield f"{attention}.{name}_conv1d.weight", ((width, 1, _CONV), _scaled(0.5))
-            yield linear(f"{attention}.b_proj", _HEADS, _HIDDEN)
-            yield linear(f"{attention}.f_a_proj", _HEAD_DIM, _HIDDEN)
-            yield linear(f"{attention}.f_b_proj", width, _HEAD_DIM)
-            yield f"{attention}.A_log", ((_HEADS,), _scaled(0.5, 0.5))
-            yield f"{attention}.dt_bias", ((width,), _scaled(1.0, -3.0))
-            yield norm(f"{attention}.o_norm", _HEAD_DIM)
-        if layer == 0:
-            yield from ffn(f"{at}.mlp", _DENSE_FFN)
-            continue
-        moe = f"{at}.block_sparse_moe"
-        yield linear(f"{moe}.gate", _EXPERTS, _HIDDEN)
-        yield f"{moe}.gate.e_score_correction_bias", ((_EXPERTS,), _scaled(0.1))
-        yield from ffn(f"{moe}.shared_experts", _EXPERT_FFN * _SHARED_EXPERTS)
-        yield linear(f"{moe}.routed_expert_down_proj", _LATENT, _HIDDEN)
-        yield linear(f"{moe}.routed_expert_up_proj", _HIDDEN, _LATENT)
-        yield norm(f"{moe}.routed_expert_norm", _LATENT)
-        for expert in range(_EXPERTS):
-            for name, out, into in (("w1", _EXPERT_FFN, _LATENT), ("w3", _EXPERT_FFN, _LATENT)):
-                yield linear(f"{moe}.experts.{expert}.{name}", out, into)
-            yield linear(f"{moe}.experts.{expert}.w2", _LATENT, _EXPERT_FFN)
-    yield norm(f"{root}.norm", _HIDDEN)
-    yield norm(f"{root}.output_attn_res_norm", _HIDDEN)
-    yield linear(f"{root}.output_attn_res_proj", 1, _HIDDEN)
-    yield "language_model.lm_head.weight", ((VOCAB_SIZE, _HIDDEN), _output_law)
-
-
-def _output_law(tensor: Tensor) -> Tensor:
-    """Logits of deviation `_LOGIT_GAIN`, and 0 for special tokens, which so are never the likeliest."""
-    weights = tensor * (_LOGIT_GAIN * _HIDDEN**-0.5)
-    weights[TEXT_TOKENS:] = 0
-    return weights
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
