@@ -1,9 +1,9 @@
 """Kimi K3's text model in plain PyTorch, written from the equations: what the engine is checked against.
 
-No paging, no kernels, no chunked recurrences, none of the engine's code: a token goes through the layers as the
-papers have it. It is exact in the sense of float32 (or float64) arithmetic and fast enough for a tiny model.
-`logits` takes a whole sequence and keeps nothing; `greedy` keeps the plain mathematical state of each layer
-(the KDA memory, the last inputs of the convolutions, keys and values) between the tokens that it generates.
+No paging, no kernels, no chunked recurrences, none of the engine's code: a token goes through the layers as
+the papers have it. It is exact in the sense of float32 (or float64) arithmetic and fast enough for a tiny
+model. `logits` takes a whole sequence and keeps nothing; `greedy` keeps the plain mathematical state of each
+layer (KDA's memory, the last inputs of its convolutions, keys and values) between the tokens it generates.
 
 Sources:
 
@@ -13,7 +13,7 @@ Sources:
 - Block attention residuals, Stable LatentMoE, SiTU and the lower bound of the decay: the Kimi K3 technical
   report; names and shapes of tensors are those of its checkpoint.
 
-Run as `python -m model.reference --model DIR --ids 1,2,3 --tokens 16 --json` it serves a process without torch.
+As `python -m model.reference --model DIR --ids 1,2,3 --tokens 16 --json` it serves a process without torch.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ class ReferenceModel:
         Returns the mixture `[T, hidden]` that each layer's attention reads and, last, the one of the output.
 
         Block attention residuals: where a plain residual stream adds up, a reader here mixes the sums of the
-        finished blocks and of the current one, weighted by softmax over `w . RMSNorm(sum)` with a query `w` of
-        the reader's own. The embedding is the first block; every `attn_res_block_size` layers a block ends.
+        finished blocks and of the current one, weighted by softmax over `w . RMSNorm(sum)` with a query `w`
+        of its own. The embedding is the first block; every `attn_res_block_size` layers a block ends.
         """
         blocks: list[Tensor] = []
         current: Tensor | None = embeddings
@@ -358,6 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=16, help="how many to generate (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args(argv)
+    torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other
     try:
         ids = _parse_ids(sys.stdin.read() if args.ids == "-" else f"[{args.ids}]")
         steps = ReferenceModel.load(args.model).greedy(ids, args.tokens)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any, Final
 
 from safetensors.torch import save_file
 
+from model.state import state_directory
 from model.tiny_weights import weights
 from model.vocabulary import SPECIAL_IDS, TEXT_TOKENS, VOCAB_SIZE, tokenizer_config, tokenizer_json
 
@@ -70,7 +70,7 @@ class Checkpoint:
 
 def default_path() -> Path:
     """Where the checkpoint lives unless told otherwise: `models/k3-tiny` in the state directory."""
-    return Path(os.environ.get("LONGHAUL_STATE") or ".state") / "models" / "k3-tiny"
+    return state_directory() / "models" / "k3-tiny"
 
 
 def read(path: Path) -> Checkpoint | None:
