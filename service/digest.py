@@ -42,22 +42,6 @@ class Fingerprint:
     calls: bytes
     attributes: bytes
 
-    def difference(self, other: "Fingerprint") -> str | None:
-        """The first aspect that differs, or None."""
-        if self.role != other.role:
-            return f"role is {self.role}, was {other.role}"
-        for aspect in ("content", "calls", "attributes"):
-            if getattr(self, aspect) != getattr(other, aspect):
-                return f"{_ASPECTS[aspect]} differ" + ("s" if aspect == "content" else "")
-        return None
-
-
-_ASPECTS: Final = {
-    "content": "content",
-    "calls": "tool calls",
-    "attributes": "name, declared tools or answered call",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Chain:
