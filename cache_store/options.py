@@ -1,0 +1,83 @@
+"""The store's settings, from SGLang's ``--hicache-storage-backend-extra-config``."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from cache_store.stream import Endpoint
+
+URL_VARIABLE = "LONGHAUL_STORE_URL"
+# What SGLang itself reads from the same object.
+_FOREIGN = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size"})
+
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1)]
+
+
+class StoreOptions(BaseModel):
+    """Settings of the store.
+
+    Attributes:
+        url: of the blob server; without one, the variable LONGHAUL_STORE_URL.
+        timeout_s: what any one call from the engine may take, connecting included.
+        ttl_s: how long a page lives after its last use.
+        state_ttl_s: the same for states, which are far larger; without one, `ttl_s`.
+        connections: kept open to the server.
+        retry_bytes: bound of the memory that failed writes may hold until they are retried.
+        retry_attempts: after which a write is given up; waiting for a dead server counts as none.
+        drain_s: how long closing may take to write what is still queued. SGLang grants 15 s in all.
+        breaker_failures: in a row, after which the server counts as dead.
+        breaker_cooldown_s: until the first probe of a dead server; doubles up to 30 s.
+        model_path: the checkpoint's directory; without one, the engine's own.
+        salt: parts namespaces that are equal in all that can be seen.
+    """
+
+    # A URL holds a password: errors must not repeat what was given.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, protected_namespaces=())
+
+    url: str = Field(repr=False)
+    timeout_s: _Seconds = 2.0
+    ttl_s: _Seconds = 24 * 3600.0
+    state_ttl_s: _Seconds | None = None
+    connections: _Count = 4
+    retry_bytes: int = Field(default=256 * 1024 * 1024, ge=0)
+    retry_attempts: _Count = 8
+    drain_s: float = Field(default=5.0, ge=0, le=10)
+    breaker_failures: _Count = 3
+    breaker_cooldown_s: float = Field(default=1.0, gt=0, le=30)
+    model_path: Path | None = None
+    salt: str = ""
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, url: str) -> str:
+        Endpoint.parse(url)
+        return url
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> "StoreOptions":
+        """Read the extra config.
+
+        Raises:
+            ValueError: a setting is unknown or has an impossible value, or there is no URL.
+        """
+        given = {name: value for name, value in extra.items() if name not in _FOREIGN}
+        given.setdefault("url", os.environ.get(URL_VARIABLE, ""))
+        if not given["url"]:
+            raise ValueError(f'no store URL: give "url" in the extra config or set {URL_VARIABLE}')
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            found = "; ".join(
+                f"{'.'.join(map(str, item['loc']))}: {item['msg']}"
+                for item in error.errors(include_url=False)
+            )
+            raise ValueError(f"store options in the extra config: {found}") from None
+
+    def ttl_ms(self, *, state: bool) -> int:
+        """Time to live of a page or a state, in ms."""
+        seconds = self.state_ttl_s if state and self.state_ttl_s is not None else self.ttl_s
+        return max(1, round(seconds * 1000))

@@ -1,0 +1,55 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache_store.options import StoreOptions
+
+URL = "redis://user:hunter2@host:6379/0"
+
+
+def test_what_sglang_reads_is_ignored_and_defaults_hold(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("LONGHAUL_STORE_URL", raising=False)
+    options = StoreOptions.parse(
+        {"backend_name": "longhaul", "module_path": "m", "class_name": "c", "interface_v1": 1, "url": URL}
+    )
+    assert (options.timeout_s, options.ttl_s, options.connections) == (2.0, 86_400.0, 4)
+    assert options.ttl_ms(state=False) == options.ttl_ms(state=True) == 86_400_000
+
+
+def test_states_may_live_shorter():
+    options = StoreOptions.parse({"url": URL, "ttl_s": 3600, "state_ttl_s": 0.5, "model_path": "/m"})
+    assert (options.ttl_ms(state=False), options.ttl_ms(state=True)) == (3_600_000, 500)
+    assert options.model_path == Path("/m")
+
+
+def test_the_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LONGHAUL_STORE_URL", "unix:///run/blobs.sock")
+    assert StoreOptions.parse({}).url == "unix:///run/blobs.sock"
+    monkeypatch.delenv("LONGHAUL_STORE_URL")
+    with pytest.raises(ValueError, match="LONGHAUL_STORE_URL"):
+        StoreOptions.parse({})
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"url": "http://user:hunter2@host"},
+        {"url": 7},
+        {"timeout_s": 0},
+        {"timeout_s": "fast"},
+        {"ttl_s": -1},
+        {"state_ttl_s": 0},
+        {"connections": 0},
+        {"retry_bytes": -1},
+        {"breaker_failures": 0},
+        {"breaker_cooldown_s": 31},
+        {"drain_s": 11},
+        {"timeout": 2},
+    ],
+)
+def test_an_impossible_setting_is_named_and_no_password_shown(extra: dict[str, Any]):
+    with pytest.raises(ValueError, match=next(iter(extra))) as error:
+        StoreOptions.parse({"url": URL, **extra})
+    assert "hunter2" not in str(error.value)
+    assert "hunter2" not in repr(StoreOptions.parse({"url": URL}))
