@@ -120,8 +120,8 @@ def decode_turn(key: str, data: bytes) -> Turn:
     """The turn of these bytes. Raises `TurnFormatError` unless they are that of `key`, unchanged."""
     if len(data) < _HEADER.size:
         raise TurnFormatError("cut short")
-    magic, version, _, checksum, stored_key = _HEADER.unpack_from(data)
-    if magic != _MAGIC or version != _VERSION:
+    magic, version, flags, checksum, stored_key = _HEADER.unpack_from(data)
+    if (magic, version, flags) != (_MAGIC, _VERSION, 0):
         raise TurnFormatError("not a turn of this version")
     if stored_key != bytes.fromhex(key):
         raise TurnFormatError("another turn")
