@@ -37,7 +37,7 @@ class Filler:
 
     def text(self, message: Message) -> str:
         """The message's text: exactly `message.words` words."""
-        return "".join(self.words_at(message.branch, message.start, message.start + message.words))
+        return "".join(self.words_at(message.branch, message.start, message.text_end))
 
     def words_at(self, branch: Branch, start: int, end: int) -> list[str]:
         """The words at the positions [start, end) of a branch."""

@@ -16,7 +16,7 @@ message has it at the same place. The endpoint's chat template spends some token
 behind the last message (the generation prompt) is left out of the last message's end. So a prompt has
 exactly the recorded number of tokens wherever its newest part is long enough for a message; where it is
 not, the part is left out or lengthened, whichever is nearer, and the next turn makes up for it. Where a
-fork cuts a message, the prompts share at least the shared blocks, and fewer than an overhead more.
+fork cuts a message, prompts share what the blocks say, give or take the markup of one message.
 """
 
 import bisect
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from replay.scale import Scale
-from replay.trace import Agent, Request, Session
+from replay.trace import Request, Session
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 
@@ -71,7 +71,12 @@ class Message:
     @property
     def words(self) -> int:
         """The number of tokens of text, at least 1."""
-        return self.end - self.start - self.overhead
+        return self.text_end - self.start
+
+    @property
+    def text_end(self) -> int:
+        """The position behind the last word."""
+        return self.end - self.overhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +169,10 @@ class Planner:
                 scope.branches.append(branch)
                 current[index] = branch
             branch.blocks, branch.tokens = blocks, tokens
-            self._append(branch, agent, tokens - self.overhead.prompt, self.scale.length(previous_output))
+            # A prompt that shares its start with another one has that one's head, or like it none.
+            head_tokens = 0 if prefix_tokens else self.scale.position(agent.head_tokens)
+            answer_tokens = self.scale.length(previous_output)
+            self._append(branch, head_tokens, answer_tokens, tokens - self.overhead.prompt)
             planned[index].append(
                 PlannedRequest(
                     messages=branch.messages,
@@ -182,7 +190,12 @@ class Planner:
 
     def _fork(self, branch: Branch, origin: Branch, shared: int, tokens: int) -> None:
         """Give a new branch the messages within the `shared` tokens, and the start of the one that is cut."""
-        kept = [message for message in origin.messages if message.end <= shared]
+        last = tokens - self.overhead.prompt - self.overhead.user - 1
+        kept = [
+            message
+            for message in origin.messages
+            if message.end <= shared or (message.text_end <= shared and message.end <= last)
+        ]
         branch.messages = tuple(kept)
         if len(kept) == len(origin.messages):
             return
@@ -191,19 +204,18 @@ class Planner:
             return
         # The system prompt keeps its border; an assistant's message ends where the fork is.
         end = cut.end if cut.role == SYSTEM else shared + cut.overhead
-        last = tokens - self.overhead.prompt - self.overhead.user - 1
         end = min(end, last)
         if end - cut.start > cut.overhead:
             branch.messages = (*kept, Message(cut.role, cut.start, end, cut.overhead, branch))
 
-    def _append(self, branch: Branch, agent: Agent, end: int, answer_tokens: int) -> None:
+    def _append(self, branch: Branch, head_tokens: int, answer_tokens: int, end: int) -> None:
         """Append messages so that the last one is a user's and ends at `end`, as nearly as can be."""
         overhead = self.overhead
         messages = list(branch.messages)
         start = messages[-1].end if messages else 0
         smallest_user = overhead.user + 1
         if not messages:
-            head = min(self.scale.position(agent.head_tokens), end - smallest_user)
+            head = min(head_tokens, end - smallest_user)
             if head > overhead.system:
                 messages.append(Message(SYSTEM, 0, head, overhead.system, branch))
                 start = head
