@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     notes = Console(stderr=True, highlight=False)
     try:
         profile, found = select_profile(args.profile)
-        notes.print(f"profile {profile.name} ({found}): {profile.summary}")
+        notes.print(f"profile {profile.name} ({found}): {profile.summary}", soft_wrap=True)
         state = state_directory()
         if args.dry_run:
             model: Path = args.model or state / TINY_MODEL

@@ -30,9 +30,15 @@ class Display:
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)
         self._status: Status | None = None
+        self._what = ""
 
     def busy(self, what: str, elapsed_s: float, detail: str = "") -> None:
-        """Show what is going on, in place of what was shown before."""
+        """Show what is going on, in place of what was shown before; once only where there is no terminal."""
+        if not self.console.is_terminal:
+            if what != self._what:
+                self.console.print(f"{what} ...", soft_wrap=True)
+            self._what = what
+            return
         text = Text.assemble(f"{what} ", (f"{elapsed_s:.0f} s  ", "cyan"), (detail[-_LINE_WIDTH:], "dim"))
         if self._status is None:
             self._status = self.console.status(text)
@@ -43,12 +49,12 @@ class Display:
     def done(self, what: str, elapsed_s: float) -> None:
         """Replace the spinner by a line that stays."""
         self._clear()
-        self.console.print(Text.assemble(("✓ ", "green"), f"{what} ", (f"{elapsed_s:.1f} s", "dim")))
+        self._print(Text.assemble(("✓ ", "green"), f"{what} ", (f"{elapsed_s:.1f} s", "dim")))
 
     def note(self, message: str, style: str = "") -> None:
         """Print a line with the time of day."""
         self._clear()
-        self.console.print(Text.assemble((time.strftime("%H:%M:%S "), "dim"), (message, style)))
+        self._print(Text.assemble((time.strftime("%H:%M:%S "), "dim"), (message, style)))
 
     def starting(self, service: Service) -> None:
         """A service was launched."""
@@ -77,6 +83,9 @@ class Display:
     def close(self) -> None:
         """Take the spinner away."""
         self._clear()
+
+    def _print(self, text: Text) -> None:
+        self.console.print(text, soft_wrap=True)
 
     def _clear(self) -> None:
         if self._status is not None:

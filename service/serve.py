@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     except (ProfileError, PortError) as error:
         print(f"longhaul serve: {error}", file=sys.stderr)
         return 2
-    display.console.print(f"profile {layout.profile.name}: {layout.profile.summary}")
+    display.console.print(f"profile {layout.profile.name}: {layout.profile.summary}", soft_wrap=True)
     supervisor = Supervisor(display)
     status = 0
     with supervisor.signals():
@@ -181,12 +181,12 @@ def _serve(args: argparse.Namespace, layout: Layout, supervisor: Supervisor, dis
     command = layout.profile.command(
         layout.model, layout.engine_port, store_url=store_url, draft=args.draft, extra=args.extra
     )
-    building = _start_build(layout) if layout.must_build else None
+    building, build_start = _start_build(layout) if layout.must_build else None, time.monotonic()
     try:
         display.busy("checking the engine's arguments", 0.0)
         verify(layout.profile.name, command, memory=layout.state / "checked")
         if building is not None:
-            _await_build(building, layout, display)
+            _await_build(building, build_start, layout, display)
     finally:
         if building is not None:
             building.kill()
@@ -231,9 +231,8 @@ def _start_build(layout: Layout) -> ChildProcess:
     return ChildProcess.start(argv, log=log)
 
 
-def _await_build(building: ChildProcess, layout: Layout, display: Display) -> None:
+def _await_build(building: ChildProcess, start: float, layout: Layout, display: Display) -> None:
     log = layout.logs / "model-build.log"
-    start = time.monotonic()
     while (status := building.poll()) is None:
         display.busy("building the tiny K3", time.monotonic() - start, last_line(log))
         time.sleep(0.2)

@@ -160,6 +160,11 @@ class Supervisor:
             each()
             time.sleep(_POLL_S)
 
+    def finish(self, entry: Supervised) -> None:
+        """Stop one service and forget it."""
+        self._end(entry)
+        self._running.remove(entry)
+
     def stop(self) -> None:
         """Stop all services, the last started first, and the guardian."""
         self._is_stopping = True

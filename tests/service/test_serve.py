@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from model import arguments
 from service import stack
 from service.cli import main
 
@@ -80,7 +81,15 @@ def test_an_argument_that_sglang_does_not_know_is_named(
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
+    asked: list[list[str]] = []
+
+    def check(commands: list[list[str]], _: object) -> list[list[arguments.Problem]]:
+        asked.extend(commands)
+        return [[arguments.Problem("--page-sise", "64", "there is no such flag", "--page-size")]]
+
+    monkeypatch.setattr(arguments, "check", check)
     assert main([*options, "--model", str(model), "--no-store", "--", "--page-sise", "64"]) == 1
+    assert asked[0][-2:] == ["--page-sise", "64"] and "--hicache-size" not in asked[0]
     error = capsys.readouterr().err
     assert "cpu-tiny" in error and "--page-sise 64" in error and "did you mean --page-size?" in error
     assert not psutil.Process().children(), "the ledger that was up by then is stopped"
