@@ -19,6 +19,7 @@ import pytest
 from model import arguments
 from service import stack
 from service.cli import main
+from service.processes import HttpService
 
 
 def free_port() -> int:
@@ -101,17 +102,19 @@ def test_an_engine_that_ends_at_once_shows_the_end_of_its_log(
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
+
+    def broken_engine(_command: object, port: int, log: Path) -> HttpService:
+        program = [sys.executable, "-c", "print('no weights there', flush=True); raise SystemExit(7)"]
+        url = f"http://127.0.0.1:{port}/health"
+        return HttpService("engine", program, env={}, health_url=url, log=log, grace_s=1)
+
     monkeypatch.setattr("service.serve.verify", lambda *_, **__: None)
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    monkeypatch.setattr("model.profile.sys.executable", "/bin/false")
-    monkeypatch.setattr("cache_store.process.sys.executable", REAL_PYTHON)
+    monkeypatch.setattr("service.serve.engine_service", broken_engine)
     assert main([*options, "--model", str(model), "--no-store"]) == 1
     error = capsys.readouterr().err
-    assert "engine ended with status 1" in error and str(tmp_path / "state" / "logs" / "engine.log") in error
+    assert "engine ended with status 7" in error and "no weights there" in error
+    assert str(tmp_path / "state" / "logs" / "engine.log") in error.replace("\n", "")
     assert not psutil.Process().children()
-
-
-REAL_PYTHON = sys.executable
 
 
 @pytest.mark.parametrize(
