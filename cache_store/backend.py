@@ -1,0 +1,423 @@
+"""SGLang's HiCache storage over Redis: KV pages and KDA states that outlive the engine.
+
+SGLang loads `RedisStore` with ``--hicache-storage-backend dynamic`` and calls it from threads of its own: one
+looks spans of pages up, one reads, one writes, and the scheduler's registers, clears and closes. Nothing here
+raises into them, and nothing takes longer than the deadline: what fails is a miss, and the engine computes.
+
+Page hashes come from SGLang: each names all tokens up to the page's end, with the request's salt at the root
+of the chain. Pages of MLA are the same on all ranks of tensor parallelism, so rank 0 writes them and the key
+has no rank; a state is each rank's own.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from huggingface_hub import snapshot_download
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+from sglang.srt.runtime_context import get_model, get_server_args, get_spec
+
+from cache_store import metrics, namespace
+from cache_store.format import ValueId
+from cache_store.namespace import Parallelism
+from cache_store.options import StoreOptions
+from cache_store.pages import HostPages, Page, memory
+from cache_store.values import ValueStore
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+# The draft only proposes: without its pages fewer proposals are accepted, and no token changes.
+_DRAFT_POOLS = frozenset({PoolName.DRAFT, PoolName.DRAFT_INDEXER, PoolName.DRAFT_SWA})
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """A registered host pool and where its pages are in the store."""
+
+    pages: HostPages
+    space: bytes
+    shard: str
+
+    def values(self, keys: Sequence[str]) -> list[ValueId]:
+        geometry = self.pages.geometry
+        return [
+            ValueId(
+                namespace.page_key(self.space, geometry.name, key, self.shard),
+                self.space,
+                geometry.page_bytes,
+            )
+            for key in keys
+        ]
+
+
+class RedisStore(HiCacheStorage):
+    """HiCache storage whose pages and states are values in Redis (`cache_store/README.md`)."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
+        """Open the store; a server that can't be reached is no error, settings that make no sense are.
+
+        Raises:
+            ValueError: the extra config or the engine's configuration can't be used, and why.
+        """
+        extra = dict(storage_config.extra_config or {})
+        if not extra.get("interface_v1"):
+            raise ValueError('the extra config lacks "interface_v1": 1, without which pages are copied twice')
+        if storage_config.dcp_size > 1:
+            raise ValueError("the store does not hold pages of decode context parallelism: use --dcp-size 1")
+        self._options = StoreOptions.parse(extra)
+        self._config = storage_config
+        self._parallelism = Parallelism(
+            tp_rank=storage_config.tp_rank,
+            tp_size=storage_config.tp_size,
+            pp_rank=storage_config.pp_rank,
+            pp_size=storage_config.pp_size,
+            cp_rank=storage_config.attn_cp_rank,
+            cp_size=storage_config.attn_cp_size,
+        )
+        self._base: bytes | None = None
+        self._hosts: dict[str, HostPages] = {}
+        self._pools: dict[str, _Pool] = {}
+        self._bandwidth = _Bandwidth()
+        self._values = ValueStore(self._options)
+
+    @property
+    def faults(self) -> metrics.Faults:
+        """Where faults are counted and logged."""
+        return self._values.faults
+
+    # Registration, on the scheduler's thread before any request. Errors here stop the engine's start.
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Take the host pool of the target's KV."""
+        super().register_mem_pool_host(mem_pool_host)
+        self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        """Take one more host pool, or one that came late.
+
+        Raises:
+            ValueError: its pages can't be stored.
+        """
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = str(host_pool_name)
+        self._hosts[name] = HostPages(name, host_pool)
+        if self._base is not None:
+            self._place(name, namespace.derived(self._base, self._hosts[name].geometry, _draft_weights(name)))
+
+    def on_host_pools_registered(self) -> None:
+        """Settle the namespace, now that the pools are known.
+
+        Raises:
+            ValueError: the checkpoint can't be read.
+        """
+        target = [pages.geometry for name, pages in self._hosts.items() if name not in _DRAFT_POOLS]
+        self._base = namespace.namespace(
+            weights=namespace.weights_fingerprint(self._options.model_path or _checkpoint()),
+            engine=_engine_settings(),
+            parallelism=self._parallelism,
+            pools=target,
+            salt=self._options.salt,
+        )
+        for name, pages in self._hosts.items():
+            is_draft = name in _DRAFT_POOLS
+            self._place(
+                name,
+                namespace.derived(self._base, pages.geometry, _draft_weights(name))
+                if is_draft
+                else self._base,
+            )
+
+    def _place(self, name: str, space: bytes) -> None:
+        pages = self._hosts[name]
+        # SGLang's verdict on the KV pool stands; the other pools speak for themselves.
+        replicated = self._config.is_mla_model if name == PoolName.KV else not pages.is_sharded
+        shard = self._parallelism.shard(replicated=replicated)
+        self._pools[name] = _Pool(pages, space, shard)
+        logger.info(
+            "store %s: pool %s, %d bytes a page, %s, namespace %s, shard %r",
+            self._values,
+            name,
+            pages.geometry.page_bytes,
+            "direct" if pages.is_direct else "copied",
+            space.hex(),
+            shard,
+        )
+
+    # Lookup, on the prefetch thread.
+
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Which prefixes of the span `keys` can be restored, for all pools in one round trip.
+
+        A state exists at some page boundaries only, so the answer is a set: `restorable_prefix_pages`.
+        """
+        return self._guarded(lambda: self._restorable(keys, pool_transfers or ()), PoolTransferResult.empty())
+
+    def batch_exists(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """How many of the first `keys` the KV pool has, without a gap."""
+        return self.batch_exists_v2(keys).kv_hit_pages
+
+    def exists(self, key: str) -> bool:
+        """Whether the KV pool has the page."""
+        return self.batch_exists([key]) == 1
+
+    # Reading, on the prefetch's I/O thread.
+
+    def batch_get_v1(
+        self,
+        keys: Sequence[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Read KV pages into the host pool; for each key whether it is there now."""
+        return self._guarded(lambda: self._read(str(PoolName.KV), keys, host_indices), [False] * len(keys))
+
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Read pages of other pools; for each pool and key whether it is there now.
+
+        A page of the draft that is missing is filled with zeros and counts as read.
+        """
+        return self._each(transfers, self._read)
+
+    # Writing, on the backup thread.
+
+    def batch_set_v1(
+        self,
+        keys: Sequence[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Write KV pages from the host pool; for each key whether it is stored, or will be."""
+        return self._guarded(lambda: self._write(str(PoolName.KV), keys, host_indices), [False] * len(keys))
+
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Write pages of other pools; for each pool and key whether it is stored, or will be."""
+        return self._each(transfers, self._write)
+
+    # Single pages as tensors: the interface's older half, of the KV pool.
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        """Read one page into a flat tensor of its size; None if it is not there."""
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Read pages into flat tensors of their size; None for each that is not there."""
+        tensors: list[torch.Tensor] = list(target_locations or ())
+        done = self._guarded(
+            lambda: self._fetch(str(PoolName.KV), keys, [Page([memory(tensor)]) for tensor in tensors]),
+            [False] * len(tensors),
+        )
+        return [tensor if ok else None for tensor, ok in zip(tensors, done, strict=True)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Write one page from a flat tensor; whether it is stored, or will be."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: Sequence[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Write pages from flat tensors; whether all are stored, or will be."""
+        tensors: list[torch.Tensor] = list(values or ())
+        return self._guarded(
+            lambda: all(self._put(str(PoolName.KV), keys, [Page([memory(tensor)]) for tensor in tensors])),
+            False,
+        )
+
+    # Administration, on the scheduler's thread.
+
+    def clear(self) -> None:
+        """Remove all that this engine's namespaces hold, for every engine that shares them."""
+        for space in {pool.space for pool in self._pools.values()}:
+            self._values.clear(namespace.key_prefix(space))
+
+    def get_stats(self) -> Any:
+        """Pages and GB/s of the KV reads and writes since the last call, for SGLang's own histograms."""
+        return self._bandwidth.take()
+
+    def close(self) -> None:
+        """Write what waits for a retry and leave the server."""
+        self._values.close()
+
+    def _guarded(self, work: Callable[[], _T], otherwise: _T) -> _T:
+        """What `work` returns, or `otherwise` if it raises: an error of our own is a miss as well."""
+        try:
+            return work()
+        except Exception as error:
+            self.faults.count("internal", error, trace=True)
+            return otherwise
+
+    def _each(
+        self,
+        transfers: Sequence[PoolTransfer],
+        work: Callable[[str, Sequence[str], Any], list[bool]],
+    ) -> dict[str, list[bool]]:
+        results: dict[str, list[bool]] = {}
+        for transfer in transfers:
+            keys = transfer.keys or []
+            results[transfer.name] = self._guarded(
+                lambda transfer=transfer, keys=keys: work(str(transfer.name), keys, transfer.host_indices),
+                [False] * len(keys),
+            )
+        return results
+
+    def _restorable(self, keys: Sequence[str], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
+        names = [str(PoolName.KV), *(str(transfer.name) for transfer in transfers)]
+        found = self._values.find([value for name in names for value in self._pools[name].values(keys)])
+        there = [found[at * len(keys) : (at + 1) * len(keys)] for at in range(len(names))]
+        pages = _leading(there[0])
+        hits = {str(PoolName.KV): pages}
+        restorable = set(range(1, pages + 1))
+        for transfer, has in zip(transfers, there[1:], strict=True):
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                possible = set(range(1, _leading(has[:pages]) + 1))
+            elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(transfer.keys or ()))
+                possible = {end for end in range(1, pages + 1) if all(has[max(0, end - window) : end])}
+            else:
+                raise ValueError(f"hit policy {transfer.hit_policy} of pool {transfer.name} is not supported")
+            hits[str(transfer.name)] = max(possible, default=0)
+            if transfer.name not in _DRAFT_POOLS:
+                restorable &= possible
+        longest = max(restorable, default=0)
+        metrics.LOOKUPS.inc()
+        for name in names:
+            metrics.LOOKUP_PAGES.labels(name, "hit").inc(hits[name])
+            metrics.LOOKUP_PAGES.labels(name, "missed").inc(len(keys) - hits[name])
+        return PoolTransferResult(
+            longest, {name: count for name, count in hits.items() if count}, sorted(restorable)
+        )
+
+    def _read(self, name: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
+        pages = self._pools[name].pages.to_fill(host_indices)
+        done = self._fetch(name, keys, pages)
+        for page, ok in zip(pages, done, strict=True):
+            if ok:
+                page.commit()
+            elif name in _DRAFT_POOLS:
+                page.clear()
+        return [True] * len(keys) if name in _DRAFT_POOLS else done
+
+    def _write(self, name: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
+        return self._put(name, keys, self._pools[name].pages.to_read(host_indices))
+
+    def _fetch(self, name: str, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        started = time.perf_counter()
+        values = self._values_of(name, keys, pages)
+        done = self._values.fetch(values, [page.segments for page in pages], name, self._ttl_ms(name))
+        if name == PoolName.KV and self._config.enable_storage_metrics:
+            self._bandwidth.add("prefetch", values, done, time.perf_counter() - started)
+        return done
+
+    def _put(self, name: str, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        started = time.perf_counter()
+        values = self._values_of(name, keys, pages)
+        done = self._values.put(values, [page.segments for page in pages], name, self._ttl_ms(name))
+        if name == PoolName.KV and self._config.enable_storage_metrics:
+            self._bandwidth.add("backup", values, done, time.perf_counter() - started)
+        return done
+
+    def _values_of(self, name: str, keys: Sequence[str], pages: Sequence[Page]) -> list[ValueId]:
+        pool = self._pools[name]
+        expected = pool.pages.geometry.page_bytes
+        if len(pages) != len(keys) or any(page.nbytes != expected for page in pages):
+            raise ValueError(f"pool {name}: {len(keys)} keys, but not as many pages of {expected} bytes")
+        return pool.values(keys)
+
+    def _ttl_ms(self, name: str) -> int:
+        return self._options.ttl_ms(state=name == PoolName.MAMBA)
+
+
+class _Bandwidth:
+    """What SGLang's own metrics want to know, collected until they ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = StorageMetrics()
+
+    def add(self, kind: str, values: Sequence[ValueId], done: Sequence[bool], seconds: float) -> None:
+        moved = sum(value.length for value, ok in zip(values, done, strict=True) if ok)
+        with self._lock:
+            getattr(self._stats, f"{kind}_pgs").append(sum(done))
+            getattr(self._stats, f"{kind}_bandwidth").append(moved / 1e9 / seconds)
+
+    def take(self) -> StorageMetrics:
+        with self._lock:
+            stats, self._stats = self._stats, StorageMetrics()
+        return stats
+
+
+def _leading(there: Sequence[bool]) -> int:
+    """How many are there before the first that is not."""
+    return next((at for at, ok in enumerate(there) if not ok), len(there))
+
+
+def _checkpoint() -> Path:
+    """The directory of the engine's checkpoint."""
+    return _local(get_model().model_path, get_model().revision)
+
+
+def _draft_weights(pool: str) -> str:
+    """Fingerprint of the weights that fill a draft's pool; "" for the target's own."""
+    path = get_spec().speculative_draft_model_path if pool in _DRAFT_POOLS else None
+    return (
+        namespace.weights_fingerprint(_local(path, get_spec().speculative_draft_model_revision))
+        if path
+        else ""
+    )
+
+
+def _local(model: str, revision: str | None) -> Path:
+    if Path(model).is_dir():
+        return Path(model)
+    # A name on the hub, which the engine has downloaded before it made its pools.
+    return Path(snapshot_download(model, revision=revision, local_files_only=True))
+
+
+def _engine_settings() -> dict[str, Any]:
+    """What, besides weights and shapes, decides which numbers this engine computes."""
+    model = get_model()
+    settings = {
+        name: getattr(model, name)
+        for name in (
+            "dtype",
+            "quantization",
+            "quantization_param_path",
+            "kv_cache_dtype",
+            "json_model_override_args",
+        )
+    }
+    if model.load_format == "dummy":
+        # pyright does not see the fields that ServerArgs makes of its arguments.
+        seed = get_server_args().random_seed  # pyright: ignore[reportAttributeAccessIssue]
+        settings["dummy_weights_seed"] = seed
+    return settings
