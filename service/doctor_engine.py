@@ -64,7 +64,7 @@ class EngineTrial:
             Check("engine boot", self._boot_first, needs=("tiny model", "hooks", "redis")),
             Check("greedy answer", self._answer, needs=("engine boot",)),
             Check("cached turn", self._continue, needs=("greedy answer",)),
-            Check("restart and restore", self._restore, needs=("cached turn", "compiler")),
+            Check("restart and restore", self._restore, needs=("cached turn",)),
         ]
 
     def _build(self) -> str:

@@ -16,7 +16,7 @@ import redis
 from cache_store.servers import RedisServer, ServerError, binary_version, find_binary, own_servers
 from model import arguments
 from model.engine import select_profile
-from model.hardware import CPU_PROFILE
+from model.hardware import CPU_PROFILE, gpu_names
 from model.profile import ProfileError, load_profile
 from service.diagnosis import Check, CheckFailed
 from service.stack import memory_bytes
@@ -36,7 +36,8 @@ except HookError as error:
     sys.exit(f"HookError: {error}")
 print(len(HOOKS))
 """
-# What SGLang compiles at run time to name pages (mem_cache/cpp_utils/hash_binding.cpp) needs these.
+# What SGLang compiles at run time to name pages (mem_cache/cpp_utils/hash_binding.cpp) needs these; on a CPU
+# `model.cpu.page_hash` takes its place.
 _PROBE = """
 #include <Python.h>
 #include <openssl/sha.h>
@@ -99,6 +100,8 @@ def _memory() -> str:
 
 
 def _compiler(folder: Path) -> str:
+    if not gpu_names():
+        return "none is needed without a GPU"
     remedy = "install a C++ compiler and the headers it needs: apt install g++ libssl-dev python3-dev"
     name = os.environ.get("CXX") or "c++"
     compiler = shutil.which(name) or shutil.which("g++")

@@ -8,7 +8,7 @@ import multiprocessing
 
 import torch
 
-from model.cpu import adapters, around
+from model.cpu import adapters, around, page_hash
 from model.cpu.names import BACKEND_NAME
 from model.cpu.registry import ABSENT, Hook, HookError, Kind, Process, apply, check_version
 
@@ -259,6 +259,13 @@ HOOKS: tuple[Hook, ...] = (
         around.plain_rope,
         "(self, config, layer_id: 'int', quant_config=None, prefix: 'str' = '') -> 'None'",
         "the draft's table-driven norm and rope is a CUDA kernel",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.utils.get_native_hash",
+        Kind.REPLACE,
+        page_hash.page_hash,
+        "(token_ids: Any, prior_digest: Optional[bytes], page_size: Optional[int] = None) -> str | list[str]",
+        "compiled at the first look-up in storage; without the headers for it, nothing is ever restored",
     ),
     Hook(
         f"{_HOST}.base.HostKVCache.__init__",

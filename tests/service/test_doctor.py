@@ -68,15 +68,30 @@ def program(folder: Path, name: str, text: str) -> None:
 def test_without_a_compiler_it_names_the_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(doctor_machine, "gpu_names", lambda: ["NVIDIA H200"])
     found = fault("compiler", tmp_path)
     assert "no C++ compiler" in found.detail and "apt install g++ libssl-dev" in found.remedy
+
+
+def test_without_a_gpu_no_compiler_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor_machine, "gpu_names", list)
+    assert run_check("compiler", tmp_path) == "none is needed without a GPU"
 
 
 def test_a_missing_header_is_found_by_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, "c++", "echo 'probe.cpp:3:10: fatal error: openssl/sha.h: No such file' >&2; exit 1")
     monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    monkeypatch.setattr(doctor_machine, "gpu_names", lambda: ["NVIDIA H200"])
     found = fault("compiler", tmp_path)
     assert "openssl/sha.h" in found.detail and "libssl-dev" in found.remedy
+
+
+def test_a_compiler_that_builds_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, "c++", "echo 'g++ 14.2.0'")
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    monkeypatch.setattr(doctor_machine, "gpu_names", lambda: ["NVIDIA H200"])
+    assert run_check("compiler", tmp_path) == "g++ 14.2.0"
 
 
 def test_another_sglang_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
