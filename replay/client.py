@@ -19,6 +19,7 @@ from replay.usage import Usage, parse_tiers, parse_usage
 CONNECT_TIMEOUT_S = 10.0
 COMPLETIONS = "/v1/chat/completions"
 OK = 200
+STALE_CONNECTION = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 REFUSALS = (400, 422)
 DETAIL_LENGTH = 300
 
@@ -166,33 +167,20 @@ class ChatClient:
 
     async def stream(self, body: bytes, correlation_id: str) -> Answer:
         """Send a request made by `body` and read the stream to its end. Raises RequestFailed."""
-        usage: Usage | None = None
-        tiers: dict[str, int] = {}
-        first_token_s: float | None = None
-        sent_s = time.perf_counter()
         try:
-            async with self._http.stream(
-                "POST",
-                COMPLETIONS,
-                content=body,
-                headers={**_headers(correlation_id), "accept": "text/event-stream"},
-            ) as response:
-                if response.status_code != OK:
-                    raise RequestFailed(f"http {response.status_code}", _detail(await response.aread()))
-                async for data in _events(response):
-                    chunk = _document(data)
-                    if "error" in chunk:
-                        raise RequestFailed("error in the stream", _detail(data))
-                    if first_token_s is None and _has_output(chunk):
-                        first_token_s = time.perf_counter()
-                    usage = parse_usage(chunk) or usage
-                    tiers = parse_tiers(chunk) or tiers
+            try:
+                return await self._send(body, correlation_id)
+            except STALE_CONNECTION:
+                # The server may close a kept connection just when the next request is sent on it.
+                return await self._send(body, correlation_id)
         except httpx.HTTPError as error:
             raise RequestFailed(_name(error), str(error)) from error
-        end_s = time.perf_counter()
-        if usage is None:
-            raise RequestFailed("no usage", "the stream ended without usage")
-        return Answer(sent_s, first_token_s or end_s, end_s, usage, tiers)
+
+    async def _send(self, body: bytes, correlation_id: str) -> Answer:
+        headers = {**_headers(correlation_id), "accept": "text/event-stream"}
+        sent_s = time.perf_counter()
+        async with self._http.stream("POST", COMPLETIONS, content=body, headers=headers) as response:
+            return await _read(response, sent_s)
 
     async def metrics(self) -> str | None:
         """The text of `/metrics`, None where there is none."""
@@ -203,16 +191,39 @@ class ChatClient:
         return response.text if response.status_code == OK else None
 
 
+async def _read(response: httpx.Response, sent_s: float) -> Answer:
+    if response.status_code != OK:
+        raise RequestFailed(f"http {response.status_code}", _detail(await response.aread()))
+    usage: Usage | None = None
+    tiers: dict[str, int] = {}
+    first_token_s: float | None = None
+    try:
+        async for data in _events(response):
+            chunk = _document(data)
+            if "error" in chunk:
+                raise RequestFailed("error in the stream", _detail(data))
+            if first_token_s is None and _has_output(chunk):
+                first_token_s = time.perf_counter()
+            usage = parse_usage(chunk) or usage
+            tiers = parse_tiers(chunk) or tiers
+    except httpx.HTTPError as error:
+        raise RequestFailed(f"{_name(error)} in the stream", str(error)) from error
+    end_s = time.perf_counter()
+    if usage is None:
+        raise RequestFailed("no usage", "the stream ended without usage")
+    return Answer(sent_s, first_token_s or end_s, end_s, usage, tiers)
+
+
 async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The data of the server-sent events of a response, up to `[DONE]` (one `data` line per event)."""
+    """The data of the server-sent events of a response (one `data` line per event) but for `[DONE]`.
+
+    Reads to the end, so that the connection can be used again.
+    """
     rest = b""
     async for piece in response.aiter_bytes():
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:"):
-                data = line[5:].strip()
-                if data == b"[DONE]":
-                    return
+            if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
                 yield data
 
 

@@ -60,6 +60,7 @@ class StubEndpoint:
     requests: list[tuple[dict, dict]] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
+    ports: set[int] = field(default_factory=set)
     metrics_page: str = ""
     url: str = ""
 
@@ -91,6 +92,7 @@ class StubEndpoint:
 
     async def _complete(self, request: Request) -> Response:
         body = json.loads(await request.body())
+        self.ports.add(request.client.port)
         extra = set(body) - KNOWN_FIELDS
         if self.refuses_unknown_fields and extra:
             return JSONResponse({"error": {"message": f"unknown fields {extra}"}}, 400)

@@ -82,6 +82,45 @@ async def test_failures_before_a_stream():
     assert caught.value.reason == "timeout"
 
 
+async def test_a_kept_connection_that_was_closed_is_opened_again_once():
+    calls = []
+
+    def handler(request):
+        calls.append(request)
+        if len(calls) == 1:
+            raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
+        return httpx.Response(200, content=events({"usage": USAGE}))
+
+    assert (await client(handler).stream(b"{}", "c")).usage.prompt_tokens == 5
+    assert len(calls) == 2
+
+    def never(request):
+        calls.append(request)
+        raise httpx.ReadError("reset")
+
+    calls.clear()
+    with pytest.raises(RequestFailed) as caught:
+        await client(never).stream(b"{}", "c")
+    assert caught.value.reason == "ReadError" and len(calls) == 2
+
+
+async def test_a_stream_that_breaks_is_not_sent_again():
+    calls = []
+
+    class Broken(httpx.AsyncByteStream):
+        async def __aiter__(self):
+            yield b"data: {}\n\n"
+            raise httpx.ReadError("reset")
+
+    def handler(request):
+        calls.append(request)
+        return httpx.Response(200, stream=Broken())
+
+    with pytest.raises(RequestFailed) as caught:
+        await client(handler).stream(b"{}", "c")
+    assert caught.value.reason == "ReadError in the stream" and len(calls) == 1
+
+
 async def test_what_a_request_carries():
     seen = []
 

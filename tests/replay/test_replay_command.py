@@ -91,6 +91,7 @@ def test_conversations_have_their_own_ids_and_each_session_its_own_text(replay, 
     assert process.returncode == 0, process.stderr
     assert [session["name"] for session in result(process)["sessions"]] == ["trace_0291", "trace_0291#2"]
     assert result(process)["total"]["hit_ratio"] == pytest.approx(1.0, abs=0.02)
+    assert len(endpoint.ports) <= 6  # connections are kept: two live trees of three conversations
     conversations = {headers["x-correlation-id"] for _, headers in endpoint.requests}
     assert len(conversations) == 2 * 3
     assert len({headers["x-request-id"] for _, headers in endpoint.requests}) == len(endpoint.requests)
