@@ -43,6 +43,8 @@ def read_chat_request(fields: Fields, defaults: Mapping[str, float], vocabulary:
     if (fields.integer("n", 1, 128) or 1) > 1:
         raise fields.error("n", "only 1 is supported: send the request again for another choice.")
     options = fields.nested("stream_options")
+    for name in ("session_id", "prompt_cache_key"):  # read by service.identity, which takes what it finds
+        fields.string(name)
     return ChatRequest(
         model=fields.string("model"),
         conversation=_conversation(fields),

@@ -116,6 +116,8 @@ def build_service(
     Raises TokenizerError, or ValueError for an address that is none. `LONGHAUL_ENGINE_API_KEY` in the
     environment is SGLang's `--api-key`.
     """
+    if httpx.URL(engine_url).scheme not in ("http", "https"):
+        raise ValueError(f"--engine {engine_url}: must be an http:// or https:// URL")
     tokenizer = K3Tokenizer.load(model)
     metrics = Metrics()
     engine = Engine(
