@@ -138,5 +138,6 @@ def _show(profile: Profile, command: EngineCommand, *, as_json: bool, explain: b
     table = Table("argument", "value", "why", title=f"{profile.name}: {profile.summary}")
     for entry in command.reasons:
         name = entry.name if isinstance(entry, Variable) else entry.flag
-        table.add_row(name, "" if entry.value is None else str(entry.value), entry.why)
+        value = " ".join(entry.value) if isinstance(entry.value, tuple) else str(entry.value or "")
+        table.add_row(name, value, entry.why)
     Console().print(table)

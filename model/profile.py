@@ -13,7 +13,7 @@ A profile is a TOML file (`model/profiles/NAME.toml`, or any path):
 
     [[argument]]                      # one per argument, in the order of the command line
     flag = "--page-size"
-    value = 64                        # left out for a switch
+    value = 64                        # left out for a switch; a list for a flag that takes several
     when = "always"                   # or "store" (a store URL is given), "draft" (a draft model is given)
     why = "..."
 
@@ -41,7 +41,7 @@ DEFAULT_PORT = 30000
 When = Literal["always", "store", "draft"]
 Text = Annotated[str, Field(min_length=1)]
 Flag = Annotated[str, Field(pattern=r"^--[a-z0-9][a-z0-9-]*$")]
-Value = StrictStr | StrictInt | StrictFloat
+Value = StrictStr | StrictInt | StrictFloat | tuple[StrictStr, ...]
 
 
 class ProfileError(ValueError):
@@ -63,7 +63,11 @@ class Argument(_Entry):
     @property
     def tokens(self) -> list[str]:
         """The argument as the words of a command line."""
-        return [self.flag] if self.value is None else [self.flag, str(self.value)]
+        if self.value is None:
+            return [self.flag]
+        if isinstance(self.value, tuple):
+            return [self.flag, *self.value]
+        return [self.flag, str(self.value)]
 
 
 class Variable(_Entry):

@@ -284,6 +284,8 @@ def test_the_engine_takes_the_place_of_the_command(tmp_path: Path, monkeypatch: 
     assert environment["SGLANG_PLATFORM"] == "longhaul_cpu" and environment["PATH"] == os.environ["PATH"]
 
 
-def test_an_argument_without_a_value_is_a_switch() -> None:
+def test_a_value_may_be_absent_one_or_several() -> None:
     assert Argument(flag="--sleep-on-idle", why="a test").tokens == ["--sleep-on-idle"]
     assert Argument(flag="--page-size", value=64, why="a test").tokens == ["--page-size", "64"]
+    several = Argument(flag="--prefixes", value=("/a", "/b"), why="a test")
+    assert several.tokens == ["--prefixes", "/a", "/b"]
