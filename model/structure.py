@@ -35,6 +35,7 @@ _ARGUMENT_TYPES: Final = {
     "array": "array",
 }
 _ANY_TYPE: Final = ("string", "number", "boolean", "null", "object", "array")
+_DATA: Final = ("enum", "const", "default", "examples")
 _STRING_RULES: Final = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 
 
@@ -85,10 +86,11 @@ def _arguments(parameters: object, max_string_tokens: int | None, field: str) ->
     if not isinstance(parameters, Mapping):
         raise StructureError(f"{field}: must be the JSON schema of an object")
     root = cast("Schema", parameters)
-    if "object" not in {kind for kind, _ in _variants(root, root)}:
+    rules = dict(_variants(root, root)).get("object")
+    if rules is None:
         raise StructureError(f"{field}.type: must be object")
-    properties: Mapping[str, Any] = root.get("properties") or {}
-    required: Sequence[str] = root.get("required") or ()
+    properties: Mapping[str, Any] = rules.get("properties") or {}
+    required: Sequence[str] = rules.get("required") or ()
     if missing := [key for key in required if key not in properties]:
         raise StructureError(f"{field}.properties: lacks {', '.join(missing)}, which `required` names")
     for key, schema in properties.items():
@@ -98,7 +100,7 @@ def _arguments(parameters: object, max_string_tokens: int | None, field: str) ->
             raise StructureError(f"{field}.properties.{key}: accepts no value, but is required")
         if argument is not None:
             yield argument if key in required else {"type": "optional", "content": argument}
-    additional = root.get("additionalProperties", False)
+    additional = rules.get("additionalProperties", False)
     if additional is not False:
         name: Format = {"type": "regex", "pattern": r'[^"& \t\r\n\f\v=<>]+'}
         start = [_text(' key="'), name, _text('" type="')]
@@ -126,10 +128,27 @@ def _value(kind: str, schema: Schema, root: Schema, max_string_tokens: int | Non
         free: Format = {"type": "any_tokens", "exclude_tokens": list(_MARKERS)}
         return free if max_string_tokens is None else {**free, "max_tokens": max_string_tokens}
     definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    value: Format = {"type": "json_schema", "json_schema": {**definitions, **schema}}
+    value: Format = {"type": "json_schema", "json_schema": _spelled_out({**definitions, **schema})}
     if kind == "string":
         return {**value, "style": "qwen_xml"}  # as it is, not in quotes
     return {**value, "max_whitespace_cnt": MAX_WHITESPACE_CHARS}
+
+
+def _spelled_out(schema: Any) -> Any:
+    """State the defaults of JSON schema that xgrammar reads otherwise: any items, any properties."""
+    if isinstance(schema, list):
+        return [_spelled_out(part) for part in cast("list[Any]", schema)]
+    if not isinstance(schema, Mapping):
+        return schema
+    rules = {
+        name: rule if name in _DATA else _spelled_out(rule) for name, rule in cast("Schema", schema).items()
+    }
+    kinds = rules.get("type")
+    if kinds == "array" or (isinstance(kinds, list) and "array" in kinds):
+        rules.setdefault("items", "prefixItems" not in rules)
+    if (kinds == "object" or (isinstance(kinds, list) and "object" in kinds)) and "properties" not in rules:
+        rules.setdefault("additionalProperties", True)
+    return rules
 
 
 def _variants(schema: object, root: Schema, depth: int = 0) -> list[tuple[str, Schema]]:
