@@ -6,7 +6,7 @@ Format, version 1. Integers in the header are little-endian; `varint` is unsigne
     header   "LT" | version u8 | flags u8 (0) | xxh3-64 of what follows | key 16 bytes
     body     a zstd frame (RFC 8878) of:
       parent 16 bytes (zeros: none) | digest 16 | head 8
-      created_ms | renewed_ms | messages | tail start | tail length             varints
+      created_ms | renewed_ms | messages | tail start | tail length | highest id varints
       usage: prompt, completion, reasoning, cached on device, on host, in storage  varints
       session | finish                                                             texts
       marks: count as varint, then 21 bytes each
@@ -53,7 +53,8 @@ class Turn:
     messages: how many messages the conversation has then; marks: one for each of those that this turn adds.
     prompt: ids that the request adds to the parent's tokens; tail: (start, length) of the part of them that
     speaks for this turn only. completion: ids exactly as sampled; closing: ids that close what was cut.
-    calls: (id, name, arguments). usage: the six counts of the format. Times are Unix times in ms;
+    calls: (id, name, arguments). highest: the highest of all these ids. usage: the six counts of the format.
+    Times are Unix times in ms;
     renewed_ms is when the path's time to live was last renewed.
     """
 
@@ -73,6 +74,7 @@ class Turn:
     reasoning: str
     calls: tuple[tuple[str, str, str], ...]
     finish: str
+    highest: int
     usage: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -98,7 +100,8 @@ def encode_turn(turn: Turn) -> bytes:
     """Bytes of a turn."""
     body = bytearray(bytes.fromhex(turn.parent) if turn.parent else NO_PARENT)
     body += turn.digest + turn.head
-    for number in (turn.created_ms, turn.renewed_ms, turn.messages, *turn.tail, *turn.usage):
+    counts = (turn.created_ms, turn.renewed_ms, turn.messages, *turn.tail, turn.highest, *turn.usage)
+    for number in counts:
         _put_varint(body, number)
     _put_text(body, turn.session)
     _put_text(body, turn.finish)
@@ -137,7 +140,7 @@ def decode_turn(key: str, data: bytes) -> Turn:
 
 def _parse(key: str, reader: "_Reader") -> Turn:
     parent, digest, head = (reader.take(size) for size in (KEY_BYTES, DIGEST_BYTES, SHORT_BYTES))
-    created_ms, renewed_ms, messages, start, length = (reader.varint() for _ in range(5))
+    created_ms, renewed_ms, messages, start, length, highest = (reader.varint() for _ in range(6))
     usage = tuple(reader.varint() for _ in range(6))
     session, finish = reader.text(), reader.text()
     marks = tuple(reader.take(MARK_BYTES) for _ in range(reader.varint()))
@@ -161,6 +164,7 @@ def _parse(key: str, reader: "_Reader") -> Turn:
         reasoning=reasoning,
         calls=calls,
         finish=finish,
+        highest=highest,
         usage=usage,
     )
 

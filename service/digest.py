@@ -123,9 +123,9 @@ def _fingerprint(message: Message, attributes: object) -> Fingerprint:
     role = str(message.get("role"))
     return Fingerprint(
         role="system" if role == "developer" else role,
-        content=_hash(_json(_content(message.get("content")))),
-        calls=_hash(_json([_call(call) for call in calls_of(message)])),
-        attributes=_hash(_json(attributes)),
+        content=_content_digest(_content(message.get("content"))),
+        calls=_value_digest([_call(call) for call in calls_of(message)]),
+        attributes=_value_digest(attributes),
     )
 
 
@@ -257,6 +257,18 @@ def _answered_id(result: Message) -> str | None:
     return None if answered is None else str(answered)
 
 
+def _content_digest(content: list[Any]) -> bytes:
+    if all(isinstance(part, str) for part in content):  # one text at most; escaping it would take longest
+        return _hash(b"text", "".join(content).encode("utf-8", "surrogatepass"))
+    return _value_digest(content)
+
+
+def _value_digest(value: object) -> bytes:
+    if value == [] or value == [None, None]:
+        return _NOTHING
+    return _hash(b"JSON", _json(value))
+
+
 def _hash(*parts: bytes) -> bytes:
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
@@ -276,3 +288,6 @@ def _json(value: object) -> bytes:
     except RecursionError as error:
         raise ValueError("messages: nested too deeply; flatten them") from error
     return text.encode("utf-8", "surrogatepass")
+
+
+_NOTHING: Final = _hash(b"nothing")

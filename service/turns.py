@@ -133,7 +133,7 @@ class Turns:
         tokens = array("I")
         for turn in ancestry.path:
             tokens.extend(turn.tokens(keep_tail=self._keep_tails))
-        if tokens and max(tokens) >= self._vocab_size:
+        if any(turn.highest >= self._vocab_size for turn in ancestry.path):
             ancestry, fallback, tokens = Ancestry(), "foreign_tokens", array("I")
         covered = ancestry.messages
         if _text_length(conversation.messages[covered:]) > _THREAD_CHARS or not covered:
@@ -144,7 +144,7 @@ class Turns:
             rendered = self._renderer.render(conversation, digests.digests[0], covered)
         path = ancestry.path
         return Prompt(
-            ids=[*tokens, *rendered.ids],
+            ids=tokens.tolist() + rendered.ids,
             turn=new_key(),
             channel=rendered.channel,
             parent=path[-1].key if path else None,
@@ -195,6 +195,7 @@ class Turns:
             reasoning=completion.reasoning,
             calls=tuple((call.id, call.name, call.arguments) for call in completion.calls),
             finish=completion.finish,
+            highest=max(map(max, filter(None, (context.added, completion.ids, completion.closing)))),
             usage=(
                 usage.prompt_tokens,
                 usage.completion_tokens,

@@ -59,6 +59,7 @@ def turn(*, digest: bytes = bytes(DIGEST_BYTES), parent: str | None = None, sess
         reasoning="",
         calls=(),
         finish="stop",
+        highest=163_000,
         usage=(0,) * 6,
     )
 

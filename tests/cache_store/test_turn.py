@@ -43,6 +43,7 @@ def turns(draw: st.DrawFn) -> Turn:
         closing=array("I", draw(IDS)),
         reasoning=draw(TEXTS),
         calls=tuple(draw(st.lists(st.tuples(TEXTS, TEXTS, TEXTS), max_size=3))),
+        highest=draw(st.integers(0, 2**32 - 1)),
         finish=draw(st.sampled_from(("stop", "length", "tool_calls", "abort"))),
         usage=tuple(draw(st.lists(NUMBERS, min_size=6, max_size=6))),
     )
@@ -66,6 +67,7 @@ def plain(**changes: Any) -> Turn:
         "reasoning": "hm",
         "calls": (("id", "name", "{}"),),
         "finish": "stop",
+        "highest": 7,
         "usage": (1, 2, 3, 4, 5, 6),
     }
     return Turn(**{**values, **changes})

@@ -170,6 +170,14 @@ def test_characters_come_whole(text: str) -> None:
     assert all("�" not in piece for piece in shown)
 
 
+def test_bytes_that_are_no_character_are_shown_as_such() -> None:
+    first, second = (
+        next(id for id in range(TOKENIZER.vocab_size) if is_byte(id, byte)) for byte in "é".encode()
+    )
+    _, completion = parse(TOKENIZER, [first, *ids_of("⟩think·⟨response·"), first, second, second, first])
+    assert (completion.reasoning, completion.text) == ("�", "é�")
+
+
 def is_byte(id: int, byte: int) -> bool:
     return id not in MARKERS and TOKENIZER.token_bytes(id) == bytes([byte])
 

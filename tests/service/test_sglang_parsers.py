@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from k3_messages import assistant_messages, parse, sampled_ids
 
 from model.tokenizer import K3Tokenizer
@@ -18,7 +18,6 @@ def spells_markers(message: dict[str, Any]) -> bool:
     return "<|" in json.dumps(message, ensure_ascii=False)
 
 
-@settings(deadline=None)
 @given(assistant_messages().filter(lambda message: not spells_markers(message)))
 def test_sglang_reads_the_same(message: dict[str, Any]) -> None:
     tool_parser = pytest.importorskip("sglang.srt.function_call.kimik3_detector")
