@@ -1,10 +1,11 @@
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_store import format
+from cache_store import format, namespace
 from cache_store.format import CHUNK_BYTES, HEADER_BYTES, ValueId
 
 NAMESPACE = bytes(range(16))
@@ -159,3 +160,32 @@ def test_payloads_that_differ_have_chunks_under_different_keys():
 def test_a_value_id_asserts_its_invariants(arguments: tuple[bytes, bytes, int]):
     with pytest.raises(AssertionError):
         ValueId(*arguments)
+
+
+def vectors() -> dict[str, list[str]]:
+    """The fields of the test vectors in the specification."""
+    text = (Path(format.__file__).parent / "README.md").read_text().split("### Test vectors")[1]
+    found: dict[str, list[str]] = {}
+    for line in text.split("## Faults")[0].splitlines():
+        if line.startswith("    "):
+            name, value = line.split()
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def test_the_specifications_vectors():
+    fields = vectors()
+    whole, chunked = (key.encode() for key in fields["key"])
+    value = ValueId(whole, NAMESPACE, 8)
+    assert whole_record(value, b"longhaul").hex() == fields["record"][0]
+    value = ValueId(chunked, NAMESPACE, CHUNK_BYTES + 5)
+    parts = format.cut([memoryview(bytes(at % 251 for at in range(value.length)))])
+    body_digests = [format.digest(part) for part in parts]
+    assert format.manifest(value, body_digests).hex() == fields["manifest"][0]
+    headers = [format.chunk_header(value, at, body).hex() for at, body in enumerate(body_digests)]
+    assert headers == fields["header"]
+    keys_of_chunks = [key.decode() for key in format.chunk_keys(value, body_digests)]
+    assert keys_of_chunks == [chunked.decode() + name.removeprefix("K") for name in fields["chunk"]]
+    page = "e3b0c442" * 8
+    assert namespace.page_key(NAMESPACE, "kv", page) == whole
+    assert namespace.page_key(NAMESPACE, "mamba", page, "t0.2") == chunked
