@@ -129,6 +129,16 @@ async def test_everything_expires(server: RedisServer) -> None:
             assert all(90 < seconds <= 100 for seconds in left)
 
 
+async def test_a_turn_is_written_in_one_transaction(server: RedisServer) -> None:
+    tenant, written = new_key(), turn(session="s")
+    async with ledger_at(server) as ledger:
+        assert await ledger.ping()
+        with redis_at(server) as client, client.monitor() as monitor:
+            assert await ledger.append(tenant, written, version(written))
+            commands = [monitor.next_command()["command"].split()[0] for _ in range(9)]
+    assert commands == ["MULTI", "SET", "LPUSH", "LTRIM", "EXPIRE", "RPUSH", "LTRIM", "EXPIRE", "EXEC"]
+
+
 async def test_lookups_take_two_round_trips(server: RedisServer) -> None:
     tenant = new_key()
     async with ledger_at(server) as ledger:
