@@ -54,16 +54,17 @@ class _Pool:
     space: bytes
     shard: str
 
-    def values(self, keys: Sequence[str]) -> list[ValueId]:
-        geometry = self.pages.geometry
-        return [
-            ValueId(
-                namespace.page_key(self.space, geometry.name, key, self.shard),
-                self.space,
-                geometry.page_bytes,
-            )
-            for key in keys
-        ]
+    def keys(self, pages: Sequence[str]) -> list[bytes]:
+        return namespace.page_keys(self.space, self.pages.geometry.name, pages, self.shard)
+
+    def values(self, pages: Sequence[str]) -> list[ValueId]:
+        length = self.pages.geometry.page_bytes
+        return [ValueId(key, self.space, length) for key in self.keys(pages)]
+
+    @property
+    def record_bytes(self) -> int:
+        """Length of what is under each key."""
+        return ValueId(b"any", self.space, self.pages.geometry.page_bytes).record_bytes
 
 
 class RedisStore(HiCacheStorage):
@@ -292,7 +293,11 @@ class RedisStore(HiCacheStorage):
 
     def _restorable(self, keys: Sequence[str], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
         names = [str(PoolName.KV), *(str(transfer.name) for transfer in transfers)]
-        found = self._values.find([value for name in names for value in self._pools[name].values(keys)])
+        pools = [self._pools[name] for name in names]
+        found = self._values.find(
+            [key for pool in pools for key in pool.keys(keys)],
+            [length for pool in pools for length in [pool.record_bytes] * len(keys)],
+        )
         there = [found[at * len(keys) : (at + 1) * len(keys)] for at in range(len(names))]
         pages = _leading(there[0])
         hits = {str(PoolName.KV): pages}

@@ -9,7 +9,7 @@ every key and every header. What differs in any of it is a miss.
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -140,11 +140,12 @@ def key_prefix(space: bytes) -> bytes:
     return b"lh%d:%b:" % (VERSION, space[:8].hex().encode())
 
 
-def page_key(space: bytes, pool: str, page: str, shard: str = "") -> bytes:
-    """The Redis key of a page (or state) of `pool`, which SGLang calls by the hash `page`."""
-    assert ":" not in pool and ":" not in page, f"{pool} {page}: a colon would blur two keys"
-    tail = f"{pool}:{page}:{shard}" if shard else f"{pool}:{page}"
-    return key_prefix(space) + tail.encode()
+def page_keys(space: bytes, pool: str, pages: Sequence[str], shard: str = "") -> list[bytes]:
+    """The Redis keys of pages (or states) of `pool`, which SGLang calls by the hashes `pages`."""
+    assert not any(":" in name for name in (pool, *pages)), "a colon in a name would blur two keys"
+    head = key_prefix(space) + f"{pool}:".encode()
+    tail = f":{shard}".encode() if shard else b""
+    return [head + page.encode() + tail for page in pages]
 
 
 def weights_fingerprint(directory: Path) -> str:

@@ -90,7 +90,7 @@ class Connection:
 
     def lengths(self, keys: Sequence[bytes]) -> list[int]:
         """The length of the string under each key, in bytes; 0 where there is none, -1 for another type."""
-        return self._integers([_command(b"STRLEN", key) for key in keys])
+        return self._integers([b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(key), key) for key in keys])
 
     def expire(self, keys: Sequence[bytes], ttl_ms: int) -> list[int]:
         """Let each key live for another `ttl_ms`; 1 for each that exists."""
@@ -167,11 +167,15 @@ class Connection:
             missing -= bytes(block).count(b"\n")
             received += block
             self._start = self._end
-        lines = bytes(received).split(b"\r\n")
-        if missing < 0 or lines.pop() or len(lines) != len(commands):
+        text = bytes(received)
+        if missing < 0 or not text.endswith(b"\r\n"):
             raise ProtocolFault("more or other replies than commands")
         self._outstanding -= len(commands)
-        return [self._integer(line) for line in lines]
+        numbers = text[1:-2].split(b"\r\n:")
+        if text.startswith(b":") and len(numbers) == len(commands) and all(map(bytes.isdigit, numbers)):
+            return list(map(int, numbers))
+        # Errors among them.
+        return [self._integer(line) for line in text[:-2].split(b"\r\n")]
 
     def _integer(self, line: bytes) -> int:
         if line.startswith(b":") and line[1:].isdigit():

@@ -4,6 +4,7 @@ The functions raise `WireError` when the connection fails; what was done until t
 they fill. What they find wrong with stored bytes, or what the server refuses to store, they report.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
@@ -28,10 +29,9 @@ def refusal_kind(refused: ServerRefused) -> str:
     return refused.code.lower() if refused.code in _REFUSALS else refused.kind
 
 
-def find(connection: Connection, values: Sequence[ValueId]) -> list[bool]:
-    """Which values are there: each has a record of exactly the right length. One round trip."""
-    lengths = connection.lengths([value.key for value in values])
-    return [length == value.record_bytes for value, length in zip(values, lengths, strict=True)]
+def find(connection: Connection, keys: Sequence[bytes], record_bytes: Sequence[int]) -> list[bool]:
+    """Under which keys there is a value: a record of exactly the right length. One round trip."""
+    return list(map(operator.eq, connection.lengths(keys), record_bytes))
 
 
 def read(
@@ -74,7 +74,7 @@ def write(
     report: Report,
 ) -> None:
     """Write each value that is not there, prolong the life of each that is, and set `done` for both."""
-    held = find(connection, values)
+    held = find(connection, [value.key for value in values], [value.record_bytes for value in values])
     for i, value in enumerate(values):
         done[i] = held[i]
         if not held[i] and not value.is_whole:

@@ -57,12 +57,12 @@ class ValueStore:
         """Number of failed writes that wait for another try."""
         return len(self._retries)
 
-    def find(self, values: Sequence[ValueId]) -> list[bool]:
-        """Which values are there, as far as one round trip can tell."""
-        found = [False] * len(values)
+    def find(self, keys: Sequence[bytes], record_bytes: Sequence[int]) -> list[bool]:
+        """Under which keys there is a value whose record has the given length, in one round trip."""
+        found = [False] * len(keys)
 
         def work(connection: Connection) -> None:
-            found[:] = transfer.find(connection, values)
+            found[:] = transfer.find(connection, keys, record_bytes)
 
         self._call("lookup", work)
         return found

@@ -187,5 +187,5 @@ def test_the_specifications_vectors():
     keys_of_chunks = [key.decode() for key in format.chunk_keys(value, body_digests)]
     assert keys_of_chunks == [chunked.decode() + name.removeprefix("K") for name in fields["chunk"]]
     page = "e3b0c442" * 8
-    assert namespace.page_key(NAMESPACE, "kv", page) == whole
-    assert namespace.page_key(NAMESPACE, "mamba", page, "t0.2") == chunked
+    assert namespace.page_keys(NAMESPACE, "kv", [page]) == [whole]
+    assert namespace.page_keys(NAMESPACE, "mamba", [page], "t0.2") == [chunked]

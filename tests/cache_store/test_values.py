@@ -68,6 +68,9 @@ class Sample:
         ]
         return store.put(self.values, payloads, "kv", TTL_MS)
 
+    def find(self, store: ValueStore) -> list[bool]:
+        return store.find([value.key for value in self.values], [value.record_bytes for value in self.values])
+
     def fetch(self, store: ValueStore) -> list[bool]:
         """Which values came, having checked that those that did are right."""
         for target in self.targets:
@@ -92,10 +95,10 @@ SIZES = [1, 1000, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 12_345]
 @pytest.mark.parametrize("length", SIZES)
 def test_round_trip(store: ValueStore, redis_process: RedisProcess, length: int):
     sample = Sample(3, length)
-    assert store.find(sample.values) == [False] * 3
+    assert sample.find(store) == [False] * 3
     assert sample.fetch(store) == [False] * 3
     assert sample.put(store) == [True] * 3
-    assert store.find(sample.values) == [True] * 3
+    assert sample.find(store) == [True] * 3
     assert sample.fetch(store) == [True] * 3
     server = redis_process.client()
     for key in server.scan_iter():
@@ -192,7 +195,7 @@ def test_damage_is_a_miss_and_is_cleared_away(
         done = sample.fetch(store)
         assert not all(done)
         # Missed once, a damaged value is not promised again, and can be written again.
-        assert store.find(sample.values) == done
+        assert sample.find(store) == done
         assert sample.put(store) == [True] * count
         assert sample.fetch(store) == [True] * count
         server.flushall()
@@ -224,7 +227,7 @@ def test_a_killed_server_is_a_miss_and_failed_writes_come_later(
     redis_process.kill()
     lost = errors("connect")
     assert sample.fetch(hasty) == [False] * 3
-    assert hasty.find(sample.values) == [False] * 3
+    assert sample.find(hasty) == [False] * 3
     assert errors("connect") >= lost + 2
     assert late.put(hasty) == [True] * 3
     assert hasty.waiting == 3
@@ -316,7 +319,7 @@ def test_what_evicts_keeps_to_misses(redis_process: RedisProcess):
         assert sample.put(store) == [True] * 2
     outcomes = [ok for sample in samples for ok in sample.fetch(store)]
     assert False in outcomes
-    assert [ok for sample in samples for ok in store.find(sample.values)] == outcomes
+    assert [ok for sample in samples for ok in sample.find(store)] == outcomes
     store.close()
 
 
@@ -327,11 +330,11 @@ def test_a_half_written_value_is_not_seen(store: ValueStore, redis_process: Redi
     digests = [format.digest(part) for part in parts]
     server = redis_process.client()
     for index, key in enumerate(format.chunk_keys(value, digests)):
-        assert store.find([value]) == [False]
+        assert sample.find(store) == [False]
         assert sample.fetch(store) == [False]
         body = b"".join(parts[index])
         server.set(key, format.chunk_header(value, index, digests[index]) + body)
-    assert store.find([value]) == [False]
+    assert sample.find(store) == [False]
     server.set(value.key, format.manifest(value, digests))
     assert sample.fetch(store) == [True]
 
@@ -383,7 +386,7 @@ def test_a_loading_server_is_a_miss(redis_process: RedisProcess):
     redis_process.client().config_set("requirepass", "secret")
     store = ValueStore(options(redis_process, drain_s=0))
     refused = errors("noauth")
-    assert store.find(Sample(2, 100).values) == [False, False]
+    assert Sample(2, 100).find(store) == [False, False]
     assert errors("noauth") == refused + 1
     store.close()
 
