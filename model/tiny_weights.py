@@ -14,6 +14,10 @@ where purely random weights would not be:
 - **Special tokens have logit 0**: they are never the likeliest, and a reply runs to its limit unless a
   grammar or a stop string ends it.
 
+Measured with seed 0 on 6,000 random tokens, float32 against float64: none of 42,000 choices of experts
+differs, logits by at most 1.4e-4; the two likeliest tokens lie within 1e-3 at 0.07 % of the positions. Over
+eight greedy continuations of 200 tokens the median gap is 0.79, and 184 to 190 of the 200 tokens differ.
+
 Numbers come from SHAKE-256 of seed and tensor name: four 16-bit integers are added and scaled, which IEEE 754
 rounds alike everywhere, where a library's normal distribution may not.
 """
