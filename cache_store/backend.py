@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import sglang
 import torch
 from huggingface_hub import snapshot_download
+from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -29,7 +31,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_model, get_server_args, get_spec
+from sglang.srt.runtime_context import get_server_args
 
 from cache_store import metrics, namespace
 from cache_store.format import ValueId
@@ -44,6 +46,19 @@ _T = TypeVar("_T")
 
 # The draft only proposes: without its pages fewer proposals are accepted, and no token changes.
 _DRAFT_POOLS = frozenset({PoolName.DRAFT, PoolName.DRAFT_INDEXER, PoolName.DRAFT_SWA})
+
+_ENGINE_ARGUMENTS = (
+    "device",
+    "dtype",
+    "quantization",
+    "quantization_param_path",
+    "kv_cache_dtype",
+    "json_model_override_args",
+    "linear_attn_backend",
+    "linear_attn_decode_backend",
+    "linear_attn_prefill_backend",
+    # Not that of verification, which comes with a draft and fits in with the others.
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,19 +401,24 @@ def _leading(there: Sequence[bool]) -> int:
     return next((at for at, ok in enumerate(there) if not ok), len(there))
 
 
+def _arguments() -> Any:
+    """The engine's arguments, resolved."""
+    return resolved_view(get_server_args())
+
+
 def _checkpoint() -> Path:
     """The directory of the engine's checkpoint."""
-    return _local(get_model().model_path, get_model().revision)
+    arguments = _arguments()
+    return _local(arguments.model_path, arguments.revision)
 
 
 def _draft_weights(pool: str) -> str:
     """Fingerprint of the weights that fill a draft's pool; "" for the target's own."""
-    path = get_spec().speculative_draft_model_path if pool in _DRAFT_POOLS else None
-    return (
-        namespace.weights_fingerprint(_local(path, get_spec().speculative_draft_model_revision))
-        if path
-        else ""
-    )
+    arguments = _arguments()
+    path = arguments.speculative_draft_model_path if pool in _DRAFT_POOLS else None
+    if not path:
+        return ""
+    return namespace.weights_fingerprint(_local(path, arguments.speculative_draft_model_revision))
 
 
 def _local(model: str, revision: str | None) -> Path:
@@ -409,20 +429,13 @@ def _local(model: str, revision: str | None) -> Path:
 
 
 def _engine_settings() -> dict[str, Any]:
-    """What, besides weights and shapes, decides which numbers this engine computes."""
-    model = get_model()
-    settings = {
-        name: getattr(model, name)
-        for name in (
-            "dtype",
-            "quantization",
-            "quantization_param_path",
-            "kv_cache_dtype",
-            "json_model_override_args",
-        )
-    }
-    if model.load_format == "dummy":
-        # pyright does not see the fields that ServerArgs makes of its arguments.
-        seed = get_server_args().random_seed  # pyright: ignore[reportAttributeAccessIssue]
-        settings["dummy_weights_seed"] = seed
-    return settings
+    """What, besides weights and shapes, decides which numbers this engine computes and how they lie.
+
+    The shape of a state does not tell which of its axes comes first: that is the operators' own choice, so
+    the device, the kernels and SGLang's version count.
+    """
+    arguments = _arguments()
+    settings = {name: getattr(arguments, name) for name in _ENGINE_ARGUMENTS}
+    if arguments.load_format == "dummy":
+        settings["dummy_weights_seed"] = arguments.random_seed
+    return {"sglang": sglang.__version__, **settings}

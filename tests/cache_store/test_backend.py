@@ -246,9 +246,19 @@ def test_engines_that_differ_share_nothing(redis_process: RedisProcess, what: st
     assert Engine(redis_process).lookup(keys) == (4, [4])
 
 
-@pytest.mark.parametrize("arguments", [{"dtype": "float32"}, {"quantization": "fp8"}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dtype": "float32"},
+        {"quantization": "fp8"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"device": "cpu"},
+        {"linear_attn_backend": "flashinfer"},
+        {"load_format": "dummy", "random_seed": 1},
+    ],
+)
 def test_engines_that_compute_otherwise_share_nothing(
-    redis_process: RedisProcess, engine: Callable[..., None], arguments: dict[str, str]
+    redis_process: RedisProcess, engine: Callable[..., None], arguments: dict[str, Any]
 ):
     keys = chain(4)
     Engine(redis_process).backup(keys, STARTS, [5])
