@@ -220,15 +220,14 @@ class Planner:
                 messages.append(Message(SYSTEM, 0, head, overhead.system, branch))
                 start = head
         elif messages[-1].role == USER:
-            smallest_assistant = overhead.assistant + 1
-            room = end - start - smallest_user
-            if room >= smallest_assistant:
-                # The recorded answer began behind the generation prompt, which its message replaces.
-                length = min(room, max(smallest_assistant, overhead.prompt + answer_tokens))
-                messages.append(Message(ASSISTANT, start, start + length, overhead.assistant, branch))
-                start += length
-            elif 2 * (end - start) < smallest_user:
-                return  # too little was added for a message: leaving it out is nearer than putting one in
+            smallest = overhead.assistant + 1
+            if 2 * (end - start) < smallest + smallest_user:
+                return  # leaving out what was added is nearer than putting two messages in
+            # The recorded answer began behind the generation prompt, which its message replaces.
+            room = max(smallest, end - start - smallest_user)
+            length = min(room, max(smallest, overhead.prompt + answer_tokens))
+            messages.append(Message(ASSISTANT, start, start + length, overhead.assistant, branch))
+            start += length
         messages.append(Message(USER, start, max(end, start + smallest_user), overhead.user, branch))
         branch.messages = tuple(messages)
 

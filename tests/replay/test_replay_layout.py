@@ -137,8 +137,8 @@ def test_prompts_are_well_formed_and_as_long_as_planned(session, scale, template
         roles = [message.role for message in planned.messages]
         assert roles[-1] == USER
         assert SYSTEM not in roles[1:]
-        assert (ASSISTANT, ASSISTANT) not in itertools.pairwise(roles)
         assert roles[0] != ASSISTANT
+        assert all(left != right for left, right in itertools.pairwise(roles))
         ends = [message.end for message in planned.messages]
         assert [message.start for message in planned.messages] == [0, *ends[:-1]]
         assert planned.input_tokens == max(1, scale.position(request.input_tokens))
@@ -171,9 +171,9 @@ def test_a_growing_conversation_appends_an_answer_and_a_question():
 
 def test_what_is_too_short_for_a_message_is_made_up_for_by_the_next_turn():
     template = Template(3, 3, 5)
-    lengths = [300, 302, 304, 306, 400]
+    lengths = [300, 306, 308, 312, 400]
     requests = [planned for _, planned in plan(grown(*lengths), Scale(), template.overhead)]
-    assert [planned.planned_tokens for planned in requests] == [300, 300, 307, 307, 400]
+    assert [planned.planned_tokens for planned in requests] == [300, 300, 314, 314, 400]
 
 
 def test_a_fork_keeps_the_messages_before_it_and_the_start_of_the_one_it_cuts():
@@ -225,6 +225,6 @@ def test_recorded_sessions_keep_their_counts_and_their_theoretical_hit(factor, t
             known = len(list(itertools.takewhile(seen.__contains__, request.blocks)))
             assert planned.prefix_tokens == scale.position(known * 64)
             seen.update(request.blocks)
-            assert abs(planned.planned_tokens - planned.input_tokens) <= 8
+            assert abs(planned.planned_tokens - planned.input_tokens) <= (2 * 14 + 2) / 2
             if factor == 1:
                 assert planned.planned_tokens == planned.input_tokens
