@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -298,7 +299,10 @@ def _positive(text: str) -> int:
 
 
 def _not_negative(text: str) -> float:
-    number = float(text)
-    if not number >= 0:
+    try:
+        number = float(Fraction(text))
+    except (ValueError, ZeroDivisionError) as error:
+        raise argparse.ArgumentTypeError(f"must be a number or a fraction, is {text!r}") from error
+    if number < 0:
         raise argparse.ArgumentTypeError(f"must not be negative, is {text}")
     return number

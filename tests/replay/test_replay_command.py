@@ -211,3 +211,10 @@ def test_what_can_not_be_replayed_is_said_in_one_line(replay, endpoint, traces, 
     assert process.returncode == 2
     assert message in process.stderr and "Traceback" not in process.stderr
     assert process.stdout == ""
+
+
+@pytest.mark.parametrize("text", ["-1", "1/0", "soon", "nan"])
+def test_a_time_scale_is_a_number_or_a_fraction(replay, capsys, text):
+    with pytest.raises(SystemExit) as caught:
+        replay("trace.json", f"--time-scale={text}")
+    assert caught.value.code == 2 and "--time-scale" in capsys.readouterr().err
