@@ -6,7 +6,7 @@
 #
 #   IMAGE_PREFIX       images are named PREFIX-TARGET:TAG           [longhaul]
 #   IMAGE_TAG          [the version in pyproject.toml]
-#   PYTHON_IMAGE       base of gateway and cpu                      [python:3.11-slim-bookworm, or debootstrap's]
+#   PYTHON_IMAGE       base of gateway and cpu; all is built on it [python:3.11-slim-bookworm, or debootstrap's]
 #   SGLANG_IMAGE       base of engine                               [see Dockerfile]
 #   BUILD_ARGS         more build arguments, "NAME=VALUE NAME=VALUE", e.g. UV_DEFAULT_INDEX=https://...
 #   CA_BUNDLE          certificates (PEM) to trust during the build, e.g. those of a proxy; not kept in the image
@@ -37,7 +37,7 @@ if [[ -n ${CA_BUNDLE:-} ]]; then
     flags+=(--secret "id=ca_bundle,src=${CA_BUNDLE}")
     flags+=(--build-arg SSL_CERT_FILE=/run/secrets/ca_bundle --build-arg PIP_CERT=/run/secrets/ca_bundle)
 fi
-if [[ ${builder} == buildah && -z ${PYTHON_IMAGE:-} && ${targets[*]} != engine ]]; then
+if [[ ${builder} == buildah && -z ${PYTHON_IMAGE:-} ]]; then
     PYTHON_IMAGE=$(debian_base)
 fi
 [[ -z ${PYTHON_IMAGE:-} ]] || flags+=(--build-arg "PYTHON_IMAGE=${PYTHON_IMAGE}")
