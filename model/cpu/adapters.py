@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.cpu import convolution, experts, kda, norm, residual, sampling, slots, state, transfer
+from model.cpu import convolution, kda, norm, residual, sampling, slots, state, transfer
 
 
 class UnsupportedError(NotImplementedError):
@@ -284,27 +284,6 @@ def mix_residuals(prefix_sum: Tensor, bank: Tensor, nvb: int, score_proj: Any, s
 
     score = get_cw(score_proj, score_norm)
     return residual.mix_residuals(prefix_sum, bank[:, :nvb], score, eps=score_norm.variance_epsilon)
-
-
-def fused_moe(layer: Any, dispatch_output: Any) -> Any:
-    """Routed experts of one layer, with SiTU's bound on the linear branch too."""
-    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
-
-    config = layer.moe_runner_config
-    if config.apply_router_weight_on_input:
-        raise _refuse("fused_moe", "router weights on the input", "K3 weighs the experts' outputs")
-    weights, expert_ids, _ = dispatch_output.topk_output
-    hidden = experts.routed_experts(
-        dispatch_output.hidden_states,
-        layer.w13_weight,
-        layer.w2_weight,
-        expert_ids,
-        weights,
-        activation=config.activation,
-        beta=config.gemm1_alpha,
-        linear_beta=config.gemm1_clamp_limit,
-    )
-    return StandardCombineInput(hidden_states=hidden)
 
 
 def get_last_loc(req_to_token: Tensor, req_pool_indices_tensor: Tensor, prefix_lens_tensor: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Attention of a batch's new tokens over keys and values in a paged pool."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -33,22 +32,34 @@ def attend(
         scores = torch.bmm(q, key.permute(1, 2, 0)).mul_(scale)
         out = torch.bmm(torch.softmax(scores, dim=-1), value.transpose(0, 1))
         return out.view(1, heads, -1)[..., :width].to(dtype)
-    mask = None
-    if causal and count != length:
-        # Query i stands at position length - count + i.
-        mask = torch.ones(count, length, dtype=torch.bool).tril_(length - count)
     spread = heads // groups
-    k = key.transpose(0, 1).unsqueeze(0)
-    v = value.transpose(0, 1).unsqueeze(0)
-    if spread > 1:
-        k = k.unsqueeze(2).expand(-1, -1, spread, -1, -1).reshape(1, heads, length, -1)
-        v = k if shared else v.unsqueeze(2).expand(-1, -1, spread, -1, -1).reshape(1, heads, length, -1)
-    out = F.scaled_dot_product_attention(
-        query.transpose(0, 1).unsqueeze(0),
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=causal and mask is None,
-        scale=scale,
-    )
+    q = query.transpose(0, 1).unsqueeze(0)
+    k = _spread(key, spread)
+    v = k if shared else _spread(value, spread)
+    if not causal:
+        out, _ = _flash(q, k, v, causal=False, scale=scale)
+    else:
+        before = length - count
+        out, weight = _flash(q, k[:, :, before:], v[:, :, before:], causal=True, scale=scale)
+        if before:
+            # All queries see all earlier keys: no mask, and the two parts are joined by their softmax sums.
+            earlier, other = _flash(q, k[:, :, :before], v[:, :, :before], causal=False, scale=scale)
+            total = torch.logaddexp(weight, other)
+            out = out.mul_((weight - total).exp_().unsqueeze(-1))
+            out.addcmul_(earlier, (other - total).exp_().unsqueeze(-1))
     return out[0].transpose(0, 1)[..., :width].to(dtype)
+
+
+def _spread(rows: Tensor, heads: int) -> Tensor:
+    """View [m, G, D] as [1, G * heads, m, D], each group repeated for its heads."""
+    grouped = rows.transpose(0, 1).unsqueeze(1)
+    length, width = grouped.shape[2:]
+    return grouped.expand(-1, heads, -1, -1).reshape(1, -1, length, width)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Flash attention on the CPU: [1, H, n, D], and the logarithm of each softmax sum [1, H, n].
+
+    Called by its ATen name because the public function keeps the sums to itself.
+    """
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)

@@ -177,17 +177,6 @@ HOOKS: tuple[Hook, ...] = (
         "the attention residual mixture is a pair of Triton kernels",
     ),
     Hook(
-        "sglang.srt.layers.moe.fused_moe_native.fused_moe_forward_native",
-        Kind.REPLACE,
-        adapters.fused_moe,
-        (
-            "(layer: torch.nn.modules.module.Module, dispatch_output: "
-            "sglang.srt.layers.moe.token_dispatcher.standard.StandardDispatchOutput) -> "
-            "sglang.srt.layers.moe.token_dispatcher.standard.StandardCombineInput"
-        ),
-        "gathers whole expert weights per token and drops SiTU's bound on the linear branch",
-    ),
-    Hook(
         "sglang.srt.models.kimi_k3.KimiK3LinearModel.__init__",
         Kind.AROUND,
         around.without_cuda_streams,

@@ -18,9 +18,9 @@ triangular system:
 ``U = U0 - W S_0`` is linear in S_0, so all but one small product per chunk runs over all chunks at once.
 
 **Range.** g may be -5 per token, so e^G over 64 tokens reaches e^-320 and e^-G overflows. Chunks are cut into
-blocks of 16: within a block both factors refer to its eighth token (exponents within +-40); between blocks
-the left factor refers to the start of its block and the right one to the end of its own (all exponents <= 0,
-so what underflows is zero in truth too).
+blocks of 16. Within a block both factors of e^(G_r - G_i) refer to its eighth token (exponents within +-40).
+Between blocks the row refers to the start of its block, the column to the end of its own, and a third factor
+spans the blocks between: no exponent is positive, so what underflows is zero in truth too.
 
 A chunk is always 64 rows, padded with tokens that neither read nor write (k = q = 0, beta = 0, g = 0), and
 starts at the sequence's first new token. Prefixes end at multiples of 64, so a token's arithmetic doesn't
@@ -193,46 +193,49 @@ def _prepare(inputs: KdaInputs, chunks: int) -> _Chunks:
 
     q, k, v, g, beta = (by_chunk(x) for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta))
     blocks = (batch, BLOCKS, BLOCK_TOKENS, width)
-    qb, kb = q.view(blocks), k.view(blocks)
     local = g.view(blocks).cumsum(2)  # log decay from the block's start, inclusive
     middle = local[:, :, BLOCK_TOKENS // 2 - 1 : BLOCK_TOKENS // 2]
     total = local[:, :, -1:]
-    ends = total.cumsum(1)
-    begins = ends - total
     past = (local - middle).exp_()
-    ahead = past.reciprocal()
-    k_past, q_past, k_ahead = kb * past, qb * past, kb * ahead
-    from_start = middle.exp()
-    to_end = (total - middle).exp_()
-    k_start, q_start, k_end = k_past * from_start, q_past * from_start, k_ahead * to_end
+    k_row, q_row = k.view(blocks) * past, q.view(blocks) * past
+    k_col = k.view(blocks).mul(past.reciprocal_())
+    flat = (batch * BLOCKS, BLOCK_TOKENS, width)
+    within = k_col.view(flat).transpose(1, 2)
+    a_within = torch.bmm(k_row.view(flat), within).view(batch, BLOCKS, BLOCK_TOKENS, BLOCK_TOKENS)
+    b_within = torch.bmm(q_row.view(flat), within).view(batch, BLOCKS, BLOCK_TOKENS, BLOCK_TOKENS)
 
-    # Rows 0..63 hold A, rows 64..127 hold B: one product serves both.
-    scores = q.new_zeros(batch, 2, BLOCKS, BLOCK_TOKENS, CHUNK_TOKENS)
-    left = torch.cat((k_past, q_past), dim=2).view(batch * BLOCKS, 2 * BLOCK_TOKENS, width)
-    right = k_ahead.view(batch * BLOCKS, BLOCK_TOKENS, width)
-    inner = torch.bmm(left, right.transpose(1, 2)).view(batch, BLOCKS, 2, BLOCK_TOKENS, BLOCK_TOKENS)
+    # From here rows are weighed from their block's start, columns to its end.
+    start = middle.exp()
+    k_row.mul_(start)
+    q_row.mul_(start)
+    k_col.mul_((total - middle).exp_())
+    a = q.new_zeros(batch, CHUNK_TOKENS, CHUNK_TOKENS)
+    b = q.new_zeros(batch, CHUNK_TOKENS, CHUNK_TOKENS)
+    # Log decay over the blocks that lie between an earlier block and this one: summed anew, since
+    # a difference of long sums would lose the short ones.
+    between = total[:, :0]
     for i in range(BLOCKS):
-        lo = i * BLOCK_TOKENS
-        scores[:, :, i, :, lo : lo + BLOCK_TOKENS] = inner[:, i]
+        lo, hi = i * BLOCK_TOKENS, (i + 1) * BLOCK_TOKENS
+        a[:, lo:hi, lo:hi] = a_within[:, i]
+        b[:, lo:hi, lo:hi] = b_within[:, i]
         if i:
-            between = (begins[:, i : i + 1] - ends[:, :i]).exp_()
-            earlier = (k_end[:, :i] * between).view(batch, lo, width)
-            rows = torch.cat((k_start[:, i], q_start[:, i]), dim=1)
-            outer = torch.bmm(rows, earlier.transpose(1, 2))
-            scores[:, :, i, :, :lo] = outer.view(batch, 2, BLOCK_TOKENS, lo)
-    a, b = scores.view(batch, 2, CHUNK_TOKENS, CHUNK_TOKENS).unbind(1)
+            between = torch.cat((between + total[:, i - 1 : i], torch.zeros_like(total[:, :1])), dim=1)
+            seen = (k_col[:, :i] * between.exp()).view(batch, lo, width).transpose(1, 2)
+            a[:, lo:hi, :lo] = torch.bmm(k_row[:, i], seen)
+            b[:, lo:hi, :lo] = torch.bmm(q_row[:, i], seen)
 
-    k_in = (k_start * begins.exp()).view(batch, CHUNK_TOKENS, width)
-    q_in = (q_start * begins.exp()).view(batch, CHUNK_TOKENS, width)
-    whole = ends[:, -1]  # [batch, 1, K]
-    k_out = (k_end * (whole.unsqueeze(1) - ends).exp_()).view(batch, CHUNK_TOKENS, width)
+    before = F.pad(total[:, :-1], (0, 0, 0, 0, 1, 0)).cumsum(1).exp_()
+    after = F.pad(total[:, 1:].flip(1), (0, 0, 0, 0, 1, 0)).cumsum(1).flip(1).exp_()
+    k_in = k_row.mul_(before).view(batch, CHUNK_TOKENS, width)
+    q_in = q_row.mul_(before).view(batch, CHUNK_TOKENS, width)
+    k_out = k_col.mul_(after).view(batch, CHUNK_TOKENS, width)
     # With unitriangular=True the solver reads only what lies below the diagonal.
     solved = torch.linalg.solve_triangular(
         a * beta, torch.cat((v, k_in), dim=-1) * beta, upper=False, unitriangular=True
     )
     u0, w = solved.split((v.shape[-1], width), dim=-1)
-    carry = torch.diag_embed(whole.exp().squeeze(1)) - torch.bmm(w.transpose(1, 2), k_out)
-    return _Chunks(q_in, b.tril(), u0, w, carry, torch.bmm(u0.transpose(1, 2), k_out))
+    carry = torch.diag_embed(total.sum(1).exp_().squeeze(1)) - torch.bmm(w.transpose(1, 2), k_out)
+    return _Chunks(q_in, b.tril_(), u0, w, carry, torch.bmm(u0.transpose(1, 2), k_out))
 
 
 def chunked(

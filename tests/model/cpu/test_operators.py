@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.cpu.attention import attend
-from model.cpu.experts import routed_experts, situ
 from model.cpu.norm import rms_norm_gated
 from model.cpu.residual import mix_residuals
 from model.cpu.sampling import verify_chain
@@ -38,48 +37,6 @@ def test_residual_mixture(snapshots: int) -> None:
     torch.testing.assert_close(
         mix_residuals(prefix, bank, score, eps=1e-5), torch.einsum("tr,trh->th", weights, rows)
     )
-
-
-@pytest.mark.parametrize("linear_beta", [None, 0.7])
-def test_experts_equal_a_loop_over_tokens(linear_beta: float | None) -> None:
-    torch.manual_seed(0)
-    tokens, experts, chosen, dim, inner = 9, 5, 2, 6, 4
-    x, gate_up, down = (
-        torch.randn(tokens, dim),
-        torch.randn(experts, 2 * inner, dim),
-        torch.randn(experts, dim, inner),
-    )
-    ids = torch.stack([torch.randperm(experts)[:chosen] for _ in range(tokens)])
-    ids[3, 1] = -1
-    weights = torch.rand(tokens, chosen)
-    want = torch.zeros(tokens, dim)
-    for t in range(tokens):
-        for j in range(chosen):
-            if ids[t, j] < 0:
-                continue
-            gate, up = (gate_up[ids[t, j]] @ x[t]).chunk(2)
-            want[t] += weights[t, j] * (down[ids[t, j]] @ situ(gate, up, beta=4.0, linear_beta=linear_beta))
-    got = routed_experts(x, gate_up, down, ids, weights, activation="situ", beta=4.0, linear_beta=linear_beta)
-    torch.testing.assert_close(got, want)
-
-
-def test_situ_bounds_both_branches() -> None:
-    big = torch.tensor([1e4])
-    assert float(situ(big, big, beta=4.0, linear_beta=25.0)) == pytest.approx(100.0)
-    assert float(situ(big, big, beta=4.0, linear_beta=None)) == pytest.approx(4e4)
-
-
-def test_experts_name_a_missing_beta() -> None:
-    x = torch.zeros(1, 2)
-    with pytest.raises(ValueError, match="activation_situ_beta"):
-        routed_experts(
-            x,
-            torch.zeros(1, 2, 2),
-            torch.zeros(1, 2, 1),
-            torch.zeros(1, 1).long(),
-            torch.ones(1, 1),
-            activation="situ",
-        )
 
 
 def naive_attention(
