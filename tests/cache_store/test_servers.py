@@ -116,8 +116,7 @@ def test_the_directory_stays_locked_while_an_orphan_still_runs(tmp_path: Path) -
     server = RedisServer(Role.LEDGER, tmp_path / "ledger")
     server.start()
     assert server.pid is not None
-    os.close(server._lock)  # pyright: ignore[reportPrivateUsage]  # what the starter's death does to its lock
-    server._lock = None  # pyright: ignore[reportPrivateUsage]
+    server._lock.release()  # pyright: ignore[reportPrivateUsage]  # what the starter's death does
     with pytest.raises(ServerError, match="in use"):
         RedisServer(Role.LEDGER, tmp_path / "ledger").start()
     server.stop()

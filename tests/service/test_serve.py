@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from cache_store.lock import DirectoryLock
 from model import arguments
 from service import stack
 from service.cli import main
@@ -74,6 +75,21 @@ def test_a_port_in_use_is_named_with_its_option(
 def test_one_port_for_two_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*options, "--port", "18000", "--engine-port", "18000"]) == 2
     assert "both 18000" in capsys.readouterr().err
+
+
+def test_a_state_directory_in_use_is_refused_before_its_logs_are_touched(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "state"
+    log = state / "logs" / "redis-ledger.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("of the one that runs")
+    lock = DirectoryLock(state)
+    lock.acquire()
+    assert main(options) == 2
+    assert f"{state} is in use by process {os.getpid()}" in capsys.readouterr().err
+    assert log.read_text() == "of the one that runs" and not log.with_name("redis-ledger.log.1").exists()
+    lock.release()
 
 
 def test_an_argument_that_sglang_does_not_know_is_named(
@@ -208,7 +224,7 @@ def test_the_whole_service_serves_survives_its_engine_and_leaves_nothing(tmp_pat
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             check=False,
         )
-        assert second.returncode == 1
+        assert second.returncode == 2
         assert f"in use by process {process.pid}" in second.stderr and "--state-dir" in second.stderr
 
         # A killed engine comes back by itself, with the same answer.

@@ -1,0 +1,46 @@
+"""A lock on a directory that ends with the processes that hold it (flock(2)): no stale lock files."""
+
+import fcntl
+import os
+from pathlib import Path
+
+
+class DirectoryInUse(RuntimeError):
+    """Another process holds the directory; the message names both."""
+
+
+class DirectoryLock:
+    """Holds `<directory>/lock`, which contains the id of the process that took it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._descriptor: int | None = None
+
+    @property
+    def descriptor(self) -> int:
+        """The open file: a child that inherits it holds the lock too. Only while it is held."""
+        assert self._descriptor is not None, "not held"
+        return self._descriptor
+
+    def acquire(self) -> None:
+        """Take the lock; raises `DirectoryInUse`."""
+        assert self._descriptor is None, "held already"
+        descriptor = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            raise DirectoryInUse(
+                f"{self._directory} is in use by process {holder}: stop that `longhaul serve`, or give this "
+                "one another --state-dir"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Give it free, as far as this process is concerned; harmless when it isn't held."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
