@@ -7,12 +7,16 @@ right.
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from replay.client import ChatClient
 from replay.errors import EndpointError, RequestFailed
 from replay.layout import ASSISTANT, SYSTEM, USER, Overhead
+from replay.words import from_endpoint, from_tokenizer
 
 ChatMessage = dict[str, str]
 CountTokens = Callable[[Sequence[ChatMessage]], Awaitable[int]]
+CORRELATION_ID = "calibration"
 PROBE_WORDS = 8
 CHECKED_TURNS = 4
 CHECKED_WORDS = 40
@@ -24,6 +28,27 @@ class Calibration:
 
     overhead: Overhead
     residual_tokens: int
+
+
+async def measure(
+    client: ChatClient, tokenizer: Path | None, seed: int
+) -> tuple[tuple[str, ...], Calibration]:
+    """Words of one token each, from the tokenizer or by asking the endpoint, and what its template costs.
+
+    Raises EndpointError, and ReplayError for an unreadable tokenizer.
+    """
+
+    async def count_messages(messages: Sequence[ChatMessage]) -> int:
+        return await client.prompt_tokens(messages, CORRELATION_ID)
+
+    async def count_text(text: str) -> int:
+        return await count_messages([{"role": USER, "content": text}])
+
+    try:
+        words = from_tokenizer(tokenizer) if tokenizer is not None else await from_endpoint(count_text)
+        return words, await calibrate(count_messages, words, seed)
+    except RequestFailed as error:
+        raise EndpointError(f"{client.url} can't be measured: {error}") from error
 
 
 async def calibrate(count_tokens: CountTokens, words: Sequence[str], seed: int) -> Calibration:

@@ -22,11 +22,10 @@ import orjson
 import uvloop
 from rich.console import Console
 
-from replay import words as vocabulary
-from replay.calibration import Calibration, ChatMessage, calibrate
+from replay.calibration import Calibration, measure
 from replay.client import ChatClient
-from replay.errors import EndpointError, ReplayError, RequestFailed
-from replay.layout import USER, Planner
+from replay.errors import EndpointError, ReplayError
+from replay.layout import Planner
 from replay.metrics import cached_tokens_by_tier
 from replay.progress import ReplayProgress
 from replay.record import Record
@@ -44,7 +43,6 @@ EXAMPLES = """\
   longhaul replay traces/ --url https://host --model kimi-k3 --api-key-env KIMI_KEY --max-sessions 20
   longhaul replay traces/ --tokenizer models/kimi-k3 --seed 7 --json --output replay.json
 """
-CALIBRATION = "calibration"
 EXIT_ERRORS = 1
 EXIT_UNUSABLE = 2
 EXIT_INTERRUPTED = 130
@@ -163,7 +161,8 @@ async def _replay(args: argparse.Namespace, sessions: list[Session], api_key: st
         sessions, skipped = fitting(sessions, scale, args.max_context)
         if skipped:
             console.print(f"left out above {args.max_context:,} tokens: {', '.join(skipped)}")
-        words, calibration = await _measure_endpoint(client, args.tokenizer, seed)
+        words, calibration = await measure(client, args.tokenizer, seed)
+        _warn(client, calibration)
         pace = Pace(float(scale.factor) if args.time_scale is None else args.time_scale, args.idle_cap)
         with ReplayProgress(sum(session.turns for session in sessions), console) as progress:
             replay = Replay(
@@ -232,23 +231,7 @@ async def _until_interrupted(replay: Replay, sessions: Sequence[Session]) -> tup
     return interrupted, None
 
 
-async def _measure_endpoint(
-    client: ChatClient, tokenizer: Path | None, seed: int
-) -> tuple[tuple[str, ...], Calibration]:
-    async def count_messages(messages: Sequence[ChatMessage]) -> int:
-        return await client.prompt_tokens(messages, CALIBRATION)
-
-    async def count_text(text: str) -> int:
-        return await count_messages([{"role": USER, "content": text}])
-
-    try:
-        if tokenizer is not None:
-            words = vocabulary.from_tokenizer(tokenizer)
-        else:
-            words = await vocabulary.from_endpoint(count_text)
-        calibration = await calibrate(count_messages, words, seed)
-    except RequestFailed as error:
-        raise EndpointError(f"{client.url} can't be measured: {error}") from error
+def _warn(client: ChatClient, calibration: Calibration) -> None:
     refused = [name for name, accepted in client.forcing.accepted.items() if not accepted]
     if "ignore_eos" in refused or "min_tokens" in refused:
         console.print(f"the endpoint refuses {', '.join(refused)}: outputs may end early", style="yellow")
@@ -257,7 +240,6 @@ async def _measure_endpoint(
             f"the chat template is not additive: a long prompt has {calibration.residual_tokens:+} tokens",
             style="yellow",
         )
-    return words, calibration
 
 
 async def _tiers(client: ChatClient) -> dict[str, int]:
