@@ -339,17 +339,6 @@ def chain_speculative_sampling(
     predicts[last] = sampled.to(predicts.dtype)
 
 
-def transfer_kv_direct(
-    src_layers: list[Tensor],
-    dst_layers: list[Tensor],
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    page_size: int,
-) -> None:
-    """Host copy between pools of one layout."""
-    transfer.copy_slots(src_layers, dst_layers, src_indices, dst_indices)
-
-
 def transfer_kv_per_layer_direct_pf_lf(
     src_ptrs: list[Tensor],
     dst_ptrs: list[Tensor],
@@ -367,3 +356,74 @@ def transfer_kv_all_layer_direct_lf_pf(
 ) -> None:
     """All layers from the device to page-first host pools."""
     transfer.save_layers(src_ptrs, dst_ptrs, src_indices, dst_indices, page_size)
+
+
+def transfer_kv_per_layer_mla_pf_lf(
+    src: Tensor,
+    dst: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    item_size: int,
+    src_layout_dim: int,
+) -> None:
+    """One layer of one tensor from a page_first host pool to the device."""
+    transfer.load_rows(src, dst, src_indices, dst_indices, layer_id, item_size)
+
+
+def transfer_kv_all_layer_mla_lf_pf(
+    src_layers: Tensor,
+    dst: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+) -> None:
+    """All layers of one tensor from the device to a page_first host pool."""
+    transfer.save_rows(src_layers, dst, src_indices, dst_indices, item_size)
+
+
+def transfer_kv_mamba_lf_pf(
+    src_ptrs: Tensor,
+    dst: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+) -> None:
+    """All layers of one component of the states from the device to a page_first host pool."""
+    transfer.save_rows(src_ptrs, dst, src_indices, dst_indices, item_size)
+
+
+def transfer_kv_per_layer_pf_lf(
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    item_size: int,
+    src_layout_dim: int,
+) -> None:
+    """One layer of keys and values from a page_first host pool to the device."""
+    transfer.load_rows(src_k, dst_k, src_indices, dst_indices, layer_id, item_size)
+    transfer.load_rows(src_v, dst_v, src_indices, dst_indices, layer_id, item_size)
+
+
+def transfer_kv_all_layer_lf_pf(
+    src_k_layers: Tensor,
+    dst_k: Tensor,
+    src_v_layers: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+) -> None:
+    """All layers of keys and values from the device to a page_first host pool."""
+    transfer.save_rows(src_k_layers, dst_k, src_indices, dst_indices, item_size)
+    transfer.save_rows(src_v_layers, dst_v, src_indices, dst_indices, item_size)

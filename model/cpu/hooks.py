@@ -18,6 +18,7 @@ _KDA = "sglang.srt.layers.attention.linear.kernels.kda_triton.TritonKDAKernel"
 _CONV = "sglang.kernels.ops.mamba.causal_conv1d_triton"
 _STATE = "sglang.kernels.ops.mamba.mamba_state_scatter_triton"
 _HOST = "sglang.srt.mem_cache.pool_host"
+_COPY = "host copies are CUDA kernels, which aren't imported on a CPU"
 
 HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -332,18 +333,22 @@ HOOKS: tuple[Hook, ...] = (
         "SGLang marks tensors for streams that a CPU lacks",
     ),
     *(
-        Hook(
-            f"{_HOST}.{pool}.{copy.__name__}",
-            Kind.SET,
-            copy,
-            ABSENT,
-            "host copies are CUDA kernels, which aren't imported on a CPU",
-        )
-        for pool in ("mla", "mamba", "mha")
-        for copy in (
-            adapters.transfer_kv_direct,
-            adapters.transfer_kv_per_layer_direct_pf_lf,
-            adapters.transfer_kv_all_layer_direct_lf_pf,
+        Hook(f"{_HOST}.{pool}.{name}", Kind.SET, copy, ABSENT, _COPY)
+        for pool, name, copy in (
+            *(
+                (pool, copy.__name__, copy)
+                for pool in ("mla", "mamba", "mha")
+                for copy in (
+                    adapters.transfer_kv_per_layer_direct_pf_lf,
+                    adapters.transfer_kv_all_layer_direct_lf_pf,
+                )
+            ),
+            ("mla", "transfer_kv_per_layer_mla_pf_lf", adapters.transfer_kv_per_layer_mla_pf_lf),
+            ("mla", "transfer_kv_all_layer_mla_lf_pf", adapters.transfer_kv_all_layer_mla_lf_pf),
+            ("mamba", "transfer_kv_mamba_pf_lf", adapters.transfer_kv_per_layer_mla_pf_lf),
+            ("mamba", "transfer_kv_mamba_lf_pf", adapters.transfer_kv_mamba_lf_pf),
+            ("mha", "transfer_kv_per_layer_pf_lf", adapters.transfer_kv_per_layer_pf_lf),
+            ("mha", "transfer_kv_all_layer_lf_pf", adapters.transfer_kv_all_layer_lf_pf),
         )
     ),
 )

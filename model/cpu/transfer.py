@@ -1,20 +1,15 @@
 """Copies between device pools (layer first) and host pools (page first).
 
 Torch forms of the copies that SGLang's ``sgl_kernel.kvcacheio`` makes on a GPU. Indices are token slots; with
-page size 1 (recurrent states) a slot is a page.
+page size 1 (recurrent states) a slot is a page. Two host layouts: page_first_direct [pages, layers, page_size,
+...] and page_first [slots, layers, ...], whose copies are given addresses and sizes in bytes.
 """
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-
-def copy_slots(sources: Sequence[Tensor], targets: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
-    """Copy slots between tensors [slots, ...] of the same layout, pair by pair."""
-    s, t = source.long(), target.long()
-    for a, b in zip(sources, targets, strict=True):
-        b[t] = a[s].to(b.dtype)
 
 
 def load_layer(
@@ -60,3 +55,46 @@ def save_layers(
         for layer in range(per_host):
             rows = layers[j * per_host + layer][s]
             host[page, layer, offset] = rows.reshape(t.shape[0], *host.shape[3:])
+
+
+def load_rows(
+    host: Tensor, layer_rows: Tensor, source: Tensor, target: Tensor, layer: int, row_bytes: int
+) -> None:
+    """Copy one layer of a page_first host tensor to its device tensor.
+
+    Args:
+        host: [slots, layers, ...], contiguous.
+        layer_rows: [slots, ...] of the layer ``layer``, contiguous.
+        source: [N] host slots.
+        target: [N] device slots.
+        layer: index on the host's layer axis.
+        row_bytes: bytes of one layer's row.
+    """
+    rows = _as_rows(host, row_bytes).view(host.shape[0], -1, row_bytes)
+    _as_rows(layer_rows, row_bytes)[target.long()] = rows[source.long(), layer]
+
+
+def save_rows(addresses: Tensor, host: Tensor, source: Tensor, target: Tensor, row_bytes: int) -> None:
+    """Copy all layers of device tensors, known by their addresses, to a page_first host tensor.
+
+    Args:
+        addresses: [layers] uint64, where each layer's contiguous rows begin.
+        host: [slots, layers, ...], contiguous.
+        source: [N] device slots.
+        target: [N] host slots.
+        row_bytes: bytes of one layer's row.
+    """
+    s, t = source.long(), target.long()
+    if s.numel() == 0:
+        return
+    rows = _as_rows(host, row_bytes).view(host.shape[0], -1, row_bytes)
+    extent = (int(s.max()) + 1) * row_bytes
+    for layer, address in enumerate(addresses.tolist()):
+        memory = (ctypes.c_uint8 * extent).from_address(address)
+        device = torch.frombuffer(memory, dtype=torch.uint8).view(-1, row_bytes)
+        rows[t, layer] = device[s]
+
+
+def _as_rows(tensor: Tensor, row_bytes: int) -> Tensor:
+    """View a contiguous tensor as [rows, row_bytes] uint8."""
+    return tensor.view(-1).view(torch.uint8).view(-1, row_bytes)

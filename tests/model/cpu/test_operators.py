@@ -11,7 +11,7 @@ from model.cpu.residual import mix_residuals
 from model.cpu.sampling import verify_chain
 from model.cpu.slots import assign_slots, last_slots
 from model.cpu.state import commit_states, snapshot_states
-from model.cpu.transfer import copy_slots, load_layer, save_layers
+from model.cpu.transfer import load_layer, load_rows, save_layers, save_rows
 
 
 def test_gated_norm() -> None:
@@ -196,8 +196,20 @@ def test_host_copies_round_trip(page_size: int) -> None:
         assert torch.equal(restored[layer][8:], torch.zeros(4, 1, 5))
 
 
-def test_copies_between_equal_layouts() -> None:
-    source, target = torch.randn(6, 2), torch.zeros(6, 2)
-    copy_slots([source], [target], torch.tensor([1, 3]), torch.tensor([0, 5]))
-    assert torch.equal(target[[0, 5]], source[[1, 3]])
-    assert torch.equal(target[1:5], torch.zeros(4, 2))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_byte_copies_round_trip(dtype: torch.dtype) -> None:
+    layers = [torch.randn(12, 1, 5).to(dtype) for _ in range(3)]
+    host = torch.zeros(20, 3, 1, 5, dtype=dtype)
+    addresses = torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.uint64)
+    source, target = torch.tensor([11, 3, 4]), torch.tensor([0, 19, 7])
+    row_bytes = 5 * dtype.itemsize
+    save_rows(addresses, host, source, target, row_bytes)
+    for layer in range(3):
+        assert torch.equal(host[target, layer], layers[layer][source])
+    untouched = [slot for slot in range(20) if slot not in target.tolist()]
+    assert not host[untouched].any()
+    restored = torch.zeros(12, 1, 5, dtype=dtype)
+    load_rows(host, restored, target, torch.tensor([1, 2, 9]), 2, row_bytes)
+    assert torch.equal(restored[[1, 2, 9]], layers[2][source])
+    assert not restored[[0, 3, 4, 5, 6, 7, 8, 10, 11]].any()
+    save_rows(addresses, host, source[:0], target[:0], row_bytes)
