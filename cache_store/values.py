@@ -172,14 +172,15 @@ class ValueStore:
             self._wake.clear()
             try:
                 self._probe()
-                self._retry()
+                while not self._closing and self._retry():
+                    pass
             except Exception as error:  # this thread must outlive whatever happens in it
                 self.faults.count("internal", error, trace=True)
         drained_by = time.monotonic() + self._options.drain_s
         with contextlib.suppress(Exception):
             while len(self._retries) and self._breaker.admits() and time.monotonic() < drained_by:
-                self._retry(drained_by)
-                time.sleep(_TICK_S / 4)
+                if not self._retry():
+                    time.sleep(_TICK_S / 4)
 
     def _probe(self) -> None:
         if not self._breaker.admit_probe():
@@ -195,15 +196,17 @@ class ValueStore:
             self.faults.forget()
             metrics.BREAKER.set(self._breaker.state)
 
-    def _retry(self, until: float | None = None) -> None:
-        while self._breaker.admits() and (write := self._retries.due()):
-            if time.monotonic() > until if until is not None else self._closing:
-                return
-            payload = [memoryview(write.payload)]
-            if self._put("retry", [write.value], [payload], write.pool, write.ttl_ms)[0]:
-                self._retries.written()
-            else:
-                self._retries.failed()
+    def _retry(self) -> bool:
+        """Write what waits longest; False if nothing is due, or it failed again."""
+        write = self._retries.due() if self._breaker.admits() else None
+        if write is None:
+            return False
+        payload = [memoryview(write.payload)]
+        if self._put("retry", [write.value], [payload], write.pool, write.ttl_ms)[0]:
+            self._retries.written()
+            return True
+        self._retries.failed()
+        return False
 
 
 def _count(direction: str, values: Sequence[ValueId], done: Sequence[bool], pool: str) -> None:

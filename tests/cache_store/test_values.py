@@ -319,7 +319,9 @@ def test_what_evicts_keeps_to_misses(redis_process: RedisProcess):
         assert sample.put(store) == [True] * 2
     outcomes = [ok for sample in samples for ok in sample.fetch(store)]
     assert False in outcomes
-    assert [ok for sample in samples for ok in sample.find(store)] == outcomes
+    # What could not be read is not promised any more. More may go at any time: replies take memory too.
+    promised = [ok for sample in samples for ok in sample.find(store)]
+    assert not any(there and not ok for there, ok in zip(promised, outcomes, strict=True))
     store.close()
 
 

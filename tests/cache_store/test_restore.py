@@ -1,0 +1,142 @@
+"""The real engine over the store: what it restores, and what it does without."""
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+import redis
+
+from bench.engines import Answer, Engine, running_engine
+from cache_store.servers import RedisServer, Role
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+
+PAGE = 64
+ANSWER = 16
+NEAR_TIE = 1e-3
+TIMEOUT_S = 2.0  # of the profile
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    from model import tiny
+
+    return tiny.build(tiny.default_path()).path.absolute()
+
+
+class Conversation:
+    """Turns of random ids, each answer compared with the reference."""
+
+    def __init__(self, model: Path) -> None:
+        from model.reference import ReferenceModel
+
+        self._reference = ReferenceModel.load(model)
+        self._random = random.Random(7)
+        self.ids: list[int] = []
+
+    def add(self, tokens: int) -> None:
+        self.ids += [self._random.randrange(200) for _ in range(tokens)]
+
+    def ask(self, engine: Engine) -> Answer:
+        answer = engine.generate(self.ids, ANSWER)
+        self.check(answer.ids)
+        return answer
+
+    def check(self, answer: Sequence[int]) -> None:
+        steps = self._reference.greedy(self.ids, ANSWER)
+        assert len(answer) == len(steps)
+        parting = next((s for token, s in zip(answer, steps, strict=True) if token != s.token), None)
+        assert parting is None or parting.gap < NEAR_TIE, (
+            f"wrong output, the reference is sure by {parting.gap}"
+        )
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(Role.BLOBS, tmp_path / "blobs", max_memory_bytes=1 << 30) as server:
+        yield server
+
+
+def settle(client: redis.Redis) -> None:
+    """Wait until the engine writes no more."""
+    size, since, until = -1, time.monotonic(), time.monotonic() + 120
+    while size <= 0 or time.monotonic() - since < 2:
+        assert time.monotonic() < until, f"the store holds {size} keys and changes"
+        if (found := client.dbsize()) != size:
+            size, since = found, time.monotonic()
+        time.sleep(0.1)
+
+
+def series(engine: Engine, name: str) -> float:
+    """Sum of a series in the engine's metrics."""
+    text = httpx.get(f"{engine.url}/metrics", timeout=60).text
+    found = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+    return sum(map(float, found))
+
+
+def test_a_session_survives_its_engine_and_its_store(model: Path, blobs: RedisServer, tmp_path: Path):
+    """With a draft, whose pool travels as well."""
+    from speculative import draft
+
+    client = redis.Redis(unix_socket_path=str(blobs.socket))
+    draft.build(tmp_path / "draft", model)
+    talk = Conversation(model)
+
+    def engine(log: str):
+        return running_engine(model, tmp_path / log, store_url=blobs.url, draft=tmp_path / "draft")
+
+    with engine("first.log") as first:
+        for added in (500, 70, 130):
+            talk.add(added)
+            talk.ids += talk.ask(first).ids
+        settle(client)
+        first.kill()
+    assert {key.split(b":")[2] for key in client.scan_iter()} == {b"kv", b"mamba", b"draft"}
+    known = len(talk.ids) - ANSWER
+    with engine("second.log") as second:
+        talk.add(60)
+        restored = talk.ask(second).tiers["storage"]
+        assert restored >= known // PAGE * PAGE - 2 * PAGE
+        # What the scheduler's process counts is in the page that the HTTP server's process serves.
+        assert series(second, "longhaul_store_lookups_total") >= 1
+        assert series(second, "longhaul_store_bytes_total") > 0
+        assert series(second, "longhaul_store_breaker") == 0
+        settle(client)
+
+        # Spoilt states: nothing from storage, and the same answer.
+        for key in client.scan_iter(match="*:mamba:*"):
+            client.setrange(key, 80, bytes(client.strlen(key) - 80))
+        second.flush()
+        assert talk.ask(second).tiers["storage"] == 0
+        assert series(second, "longhaul_store_errors_total") >= 1
+
+        # A store that does not answer: the same answer, after the deadline at the latest.
+        settle(client)
+        second.flush()
+        started = time.monotonic()
+        talk.ask(second)
+        usual_s = time.monotonic() - started
+        second.flush()
+        stopped = client.info("server")["process_id"]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            for _ in range(3):
+                started = time.monotonic()
+                answer = talk.ask(second)
+                assert time.monotonic() - started < usual_s + 2 * TIMEOUT_S + 5
+                assert answer.tiers["storage"] == 0
+                second.flush()
+            assert series(second, "longhaul_store_errors_total") >= 2
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+
+        # A store that is gone.
+        blobs.stop()
+        second.flush()
+        assert talk.ask(second).tiers["storage"] == 0
