@@ -32,7 +32,8 @@ from cache_store.values import ValueStore
 from cache_store.wire import BlobClient
 
 KIB, MIB = 1 << 10, 1 << 20
-SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 32 * MIB)
+SIZES_KIB = (64, 256, 1024, 4096, 32_768)
+SUMMARY_KIB = (1024, 4096)  # what pages and chunks of states are
 BATCH_BYTES = 64 * MIB
 BATCH_VALUES = 128  # SGLang's own batch of pages
 LOOKUP_KEYS = 4438  # KV and states of a session of 142,016 tokens
@@ -268,17 +269,17 @@ class Bench:
         pipeline.execute()
 
 
-def _lowest(rows: Iterator[tuple[float, float]]) -> float:
-    return round(min(ours / theirs for ours, theirs in rows), 2)
+def _lowest(rows: Iterator[tuple[float, float]]) -> float | None:
+    return round(min((ours / theirs for ours, theirs in rows), default=0.0), 2) or None
 
 
-def summary(report: dict[str, Any]) -> dict[str, float]:
-    """The worst ratios at 1 and 4 MiB over both transports, and of the lookups."""
+def summary(report: dict[str, Any]) -> dict[str, float | None]:
+    """The worst ratios over both transports: of transfers at 1 and 4 MiB, and of lookups."""
 
     def rows(direction: str, client: str) -> Iterator[tuple[float, float]]:
         for found in report.values():
-            for size in ("1024 KiB", "4096 KiB"):
-                if moved := found["sizes"].get(size):
+            for size in SUMMARY_KIB:
+                if moved := found["kib"].get(str(size)):
                     yield moved[direction]["ours"]["gb_per_s"], moved[direction][client]["gb_per_s"]
 
     return {
@@ -298,20 +299,25 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, default=5, help="measurements of each figure (default: %(default)s)"
     )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=SIZES_KIB, metavar="KIB", help="(default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: give at least 1")
+    if not all(1 <= size <= 32_768 for size in args.sizes):
+        parser.error(f"--sizes {args.sizes}: give sizes of 1 to 32768 KiB")
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="lhbench") as folder, server(Path(folder)) as (urls, process):
         for transport, url in urls.items():
             bench = Bench(transport, url, process, Path(folder), args.rounds)
             try:
                 sizes: dict[str, Any] = {}
-                for size in SIZES:
-                    sizes[f"{size // KIB} KiB"] = bench.move(size)
-                    print(f"{transport}: {size // KIB} KiB measured", file=sys.stderr)
-                report[transport] = {"sizes": sizes, "lookup": bench.look_up()}
+                for size in args.sizes:
+                    sizes[str(size)] = bench.move(size * KIB)
+                    print(f"{transport}: {size} KiB measured", file=sys.stderr)
+                report[transport] = {"kib": sizes, "lookup": bench.look_up()}
             finally:
                 bench.close()
     if args.json:
@@ -336,7 +342,7 @@ def _show(report: dict[str, Any]) -> None:
             "redis-py",
             title=f"GB/s (CPU s/GB of both ends), {transport}",
         )
-        for size, moved in found["sizes"].items():
+        for size, moved in found["kib"].items():
             for direction, clients in moved.items():
                 cells = [
                     f"{clients[name]['gb_per_s']:.2f} ({clients[name]['cpu_s_per_gb']:.2f})"
