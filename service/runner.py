@@ -151,7 +151,11 @@ class TurnRunner:
             )
             sampling = request.sampling.engine_parameters(room_tokens)
             sampling |= output_constraint(
-                request.conversation, prompt.channel, self._tokenizer, sampling["max_new_tokens"]
+                request.conversation,
+                prompt.channel,
+                self._tokenizer,
+                max_tokens=sampling["max_new_tokens"],
+                single_call=request.single_call,
             )
             generation = Generation(
                 # Ours, and of one length: the engine aborts every request whose id begins with the given one.
