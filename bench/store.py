@@ -334,7 +334,7 @@ def _show(report: dict[str, Any]) -> None:
     console = Console()
     for transport, found in report.items():
         table = Table(
-            "size",
+            "KiB",
             "",
             "bare",
             "ours",
