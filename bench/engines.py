@@ -1,0 +1,113 @@
+"""Engines for measurements: booted with a launch profile, asked over HTTP, ended with all they started."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from model.profile import load_profile
+from service.processes import HttpService
+from service.stack import CPU_START_TIMEOUT_S, ENGINE_HOST, engine_service
+
+_POLL_S = 0.5
+_REQUEST_TIMEOUT_S = 600.0
+
+
+class EngineFailure(RuntimeError):
+    """An engine that doesn't boot or doesn't answer; the message holds the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What `/generate` answered: new ids and what the engine says about the request."""
+
+    ids: list[int]
+    meta: dict[str, Any]
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were not computed again."""
+        return int(self.meta["cached_tokens"])
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Cached tokens by where they lay: `device`, `host`, `storage`."""
+        details: dict[str, Any] = self.meta.get("cached_tokens_details") or {"device": self.cached_tokens}
+        return {name: int(details.get(name, 0)) for name in ("device", "host", "storage")}
+
+
+class Engine:
+    """A running engine."""
+
+    def __init__(self, service: HttpService, port: int) -> None:
+        self._service = service
+        self.url = f"http://{ENGINE_HOST}:{port}"
+        self.client = httpx.Client(base_url=self.url, timeout=_REQUEST_TIMEOUT_S)
+
+    def generate(self, ids: Sequence[int], tokens: int, **sampling: Any) -> Answer:
+        """Continue `ids` greedily by exactly `tokens` tokens; raises `EngineFailure`."""
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling},
+        }
+        response = self.client.post("/generate", json=body)
+        if not response.is_success:
+            raise EngineFailure(f"/generate answered {response.status_code}: {response.text[:500]}")
+        answer = response.json()
+        return Answer(answer["output_ids"], answer["meta_info"])
+
+    def flush(self) -> None:
+        """Empty the caches of the engine's process."""
+        self.client.post("/flush_cache").raise_for_status()
+
+    def kill(self) -> None:
+        """End the engine as `kill -9` does, with no time to write anything."""
+        assert self._service.pid is not None, "the engine was stopped"
+        os.killpg(self._service.pid, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind((ENGINE_HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running_engine(
+    model: Path,
+    log: Path,
+    *,
+    profile: str = "cpu-tiny",
+    store_url: str | None = None,
+    draft: Path | None = None,
+    extra: Sequence[str] = (),
+) -> Generator[Engine]:
+    """Boot an engine on a free port, and end it with all its processes. Raises `EngineFailure`."""
+    port = free_port()
+    command = load_profile(profile).command(model, port, store_url=store_url, draft=draft, extra=extra)
+    service = engine_service(command, port, log)
+    service.launch()
+    try:
+        end = time.monotonic() + CPU_START_TIMEOUT_S
+        while not service.is_ready():
+            if service.poll() is not None or time.monotonic() > end:
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+                raise EngineFailure(f"the engine did not start; the end of {log}:\n{tail}")
+            time.sleep(_POLL_S)
+        yield Engine(service, port)
+    finally:
+        service.stop()
+
+
+def note(text: str) -> None:
+    """Say on stderr what is being done."""
+    print(text, file=sys.stderr, flush=True)
