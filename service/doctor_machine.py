@@ -28,8 +28,8 @@ ENGINE_BYTES = 4 << 30
 _GIB = 1 << 30
 _HOOKS = """
 import sys
-from model.cpu.hooks import HOOKS, apply_hooks
-from model.cpu.registry import HookError, Process
+from model.cpu.hooks import HOOKS, Process, apply_hooks
+from model.cpu.registry import HookError
 try:
     apply_hooks(Process.WORKER)
 except HookError as error:

@@ -5,12 +5,14 @@ when one differs or doesn't take. Where SGLang has a registry (attention backend
 """
 
 import multiprocessing
+from enum import Enum
 
+import setproctitle
 import torch
 
 from model.cpu import adapters, around, page_hash
 from model.cpu.names import BACKEND_NAME
-from model.cpu.registry import ABSENT, Hook, HookError, Kind, Process, apply, check_version
+from model.cpu.registry import ABSENT, Hook, HookError, Kind, apply, check, check_version
 
 SGLANG_VERSION = "0.5.23"
 
@@ -227,7 +229,7 @@ HOOKS: tuple[Hook, ...] = (
         around.dspark_device,
         "(server_args: 'ServerArgs') -> 'None'",
         "DSPARK refuses devices other than CUDA, NPU and XPU",
-        Process.EVERY,
+        in_server=True,
     ),
     Hook(
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
@@ -354,34 +356,43 @@ HOOKS: tuple[Hook, ...] = (
 )
 
 
+class Process(Enum):
+    """SGLang's processes, which load plug-ins alike."""
+
+    SERVER = "server"  # resolves the arguments, then tokenizes and serves HTTP
+    WORKER = "worker"  # schedules and runs the model
+    DETOKENIZER = "detokenizer"
+
+
 def this_process() -> Process:
-    """Where we are: WORKER in a process that may run the model, EVERY in the server and the detokenizer.
-
-    SGLang loads plug-ins in all its processes alike. The HTTP server is the one without a parent; the
-    detokenizer has named itself by then.
-    """
-    import setproctitle
-
-    if multiprocessing.parent_process() is None or "detokenizer" in setproctitle.getproctitle():
-        return Process.EVERY
-    return Process.WORKER
+    """Which of them we are: the server has no parent, the detokenizer has named itself by then."""
+    if multiprocessing.parent_process() is None:
+        return Process.SERVER
+    return Process.DETOKENIZER if "detokenizer" in setproctitle.getproctitle() else Process.WORKER
 
 
 def apply_hooks(process: Process) -> None:
-    """Register the attention backend and put this process's hooks in place.
+    """Put the hooks in place that this process needs.
+
+    The server checks the whole table, so that it ends before it starts workers that would.
 
     Raises:
         HookError: SGLang isn't the version, or a target isn't the function, that the table knows.
     """
+    if process is Process.DETOKENIZER:
+        return
     check_version(SGLANG_VERSION)
     if torch.cuda.is_available():
         raise HookError(
             "the CPU platform is selected and a GPU is visible: set CUDA_VISIBLE_DEVICES= (empty)"
         )
     _register_backend_name()
-    if process is Process.WORKER:
+    if process is Process.SERVER:
+        check(HOOKS)
+        apply(hook for hook in HOOKS if hook.in_server)
+    else:
         _register_backend()
-    apply(hook for hook in HOOKS if process is Process.WORKER or hook.process is Process.EVERY)
+        apply(HOOKS)
 
 
 def _register_backend_name() -> None:

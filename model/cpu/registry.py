@@ -27,13 +27,6 @@ class Kind(Enum):
     SET = "set"
 
 
-class Process(Enum):
-    """Where a hook is needed."""
-
-    EVERY = "every"  # also where arguments are resolved
-    WORKER = "worker"  # only where the model runs
-
-
 @dataclass(frozen=True, slots=True)
 class Hook:
     """One change to SGLang (or torch, where SGLang takes a GPU for granted).
@@ -44,7 +37,7 @@ class Hook:
         replacement: the function, or for SET the value.
         expected: ``describe`` of the target in the SGLang that this was written for.
         why: what fails without it.
-        process: where it is needed.
+        in_server: whether the server process, which resolves the arguments, needs it as the workers do.
     """
 
     target: str
@@ -52,7 +45,7 @@ class Hook:
     replacement: Any
     expected: str
     why: str
-    process: Process = Process.WORKER
+    in_server: bool = False
 
     def __post_init__(self) -> None:
         assert self.target.count(".") >= 2, f"{self.target}: a full dotted path"

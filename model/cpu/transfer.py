@@ -1,7 +1,7 @@
 """Copies between device pools (layer first) and host pools (page first).
 
 Torch forms of the copies that SGLang's ``sgl_kernel.kvcacheio`` makes on a GPU. Indices are token slots; with
-page size 1 (recurrent states) a slot is a page. Two host layouts: page_first_direct [pages, layers, page_size,
+page size 1 (recurrent states) a slot is a page. Host layouts: page_first_direct [pages, layers, page_size,
 ...] and page_first [slots, layers, ...], whose copies are given addresses and sizes in bytes.
 """
 

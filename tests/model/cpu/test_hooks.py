@@ -15,7 +15,6 @@ from model.cpu.registry import (
     Hook,
     HookError,
     Kind,
-    Process,
     apply,
     check,
     check_version,
@@ -57,7 +56,7 @@ DOUBLE = "(value: int, *, times: int = 2) -> int"
 
 
 def hook(name: str, kind: Kind, replacement: Any, expected: str) -> Hook:
-    return Hook(f"{MODULE}.{name}", kind, replacement, expected, "a test", Process.WORKER)
+    return Hook(f"{MODULE}.{name}", kind, replacement, expected, "a test")
 
 
 def test_replace_around_and_set_take_effect(target: Any) -> None:
@@ -161,8 +160,16 @@ SCENARIOS = {
         "assert kda_backend.causal_conv1d_fn.__wrapped__ is not None\n"
         "assert not kda_backend.TritonKDAKernel.supports_packed_decode",
     ),
+    "detokenizer": (
+        "hooks.this_process = lambda: hooks.Process.DETOKENIZER\nhooks.SGLANG_VERSION = 'unread'",
+        "assert not hasattr(speculative_hook._handle_dspark, '__wrapped__')",
+    ),
     "version": ("hooks.SGLANG_VERSION = '0.6.0'", ""),
     "signature": ("speculative_hook._handle_dspark = lambda server_args, device: None", ""),
+    "worker_signature": (
+        "import sglang.srt.layers.attn_residual as residual\nresidual._mix_fused = lambda prefix, bank: None",
+        "",
+    ),
     "unapplied": (
         "from sglang.srt.plugins.hook_registry import HookRegistry\n"
         "def fail(target, hooks):\n"
@@ -218,8 +225,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     return {name: (int(status), (folder / name).read_text()) for name, status in lines}
 
 
-def test_every_row_holds_for_the_installed_sglang(outcomes: dict[str, tuple[int, str]]) -> None:
-    assert outcomes["worker"][0] == 0, outcomes["worker"][1]
+@pytest.mark.parametrize("process", ["worker", "detokenizer"])
+def test_processes_get_what_they_need(outcomes: dict[str, tuple[int, str]], process: str) -> None:
+    """A worker all hooks, each proved to be in place; the detokenizer none."""
+    assert outcomes[process][0] == 0, outcomes[process][1]
 
 
 @pytest.mark.parametrize(
@@ -232,6 +241,13 @@ def test_every_row_holds_for_the_installed_sglang(outcomes: dict[str, tuple[int,
                 "hook sglang.srt.arg_groups.speculative_hook._handle_dspark: the target has changed",
                 "expected (server_args: 'ServerArgs') -> 'None'",
                 "found    (server_args, device)",
+            ],
+        ),
+        (
+            "worker_signature",
+            [
+                "hook sglang.srt.layers.attn_residual._mix_fused: the target has changed",
+                "found    (prefix, bank)",
             ],
         ),
         ("unapplied", ["hook sglang.srt.arg_groups.speculative_hook._handle_dspark: not applied"]),
