@@ -1,6 +1,6 @@
 """Whether greedy output is the same however the engine came by its prefix.
 
-Each way boots an engine of its own, plays eight conversations turn by turn, all at the same time, and compares
+Each way boots an engine of its own, plays eight conversations turn by turn, all at once, and compares
 every turn with the float32 reference model. A turn is `exact`, a `near tie` (it leaves the reference where
 the two likeliest tokens are within 1e-3 of each other), or `wrong`. Exit status 1 when any is wrong.
 """
