@@ -19,15 +19,15 @@ class BatchShape:
     Attributes:
         queries: new tokens of each request.
         keys: tokens of each request once its new ones are stored.
-        slots: [keys] pool slots of each request's tokens, in order.
+        rows: row of each request in the table of token slots.
     """
 
     queries: list[int]
     keys: list[int]
-    slots: list[Tensor]
+    rows: list[int]
 
     def __post_init__(self) -> None:
-        assert len(self.queries) == len(self.keys) == len(self.slots), "one entry a request"
+        assert len(self.queries) == len(self.keys) == len(self.rows), "one entry a request"
         assert all(0 <= q <= k for q, k in zip(self.queries, self.keys, strict=True)), "keys include queries"
 
 
@@ -42,9 +42,10 @@ class CpuAttentionBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._shape = BatchShape([], [], [])
+        self._slots: list[Tensor] | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Read the batch's lengths and token slots once for all layers."""
+        """Read the batch's lengths once for all layers."""
         size = forward_batch.batch_size
         mode = forward_batch.forward_mode
         keys: list[int] = forward_batch.seq_lens[:size].tolist()
@@ -55,10 +56,20 @@ class CpuAttentionBackend(AttentionBackend):
             keys = [k + q for k, q in zip(keys, queries, strict=True)]
         else:
             queries = forward_batch.extend_seq_lens[:size].tolist()
-        table = self.req_to_token_pool.req_to_token
-        rows = forward_batch.req_pool_indices[:size].tolist()
-        slots = [table[row, :length].long() for row, length in zip(rows, keys, strict=True)]
-        self._shape = BatchShape(queries, keys, slots)
+        self._shape = BatchShape(queries, keys, forward_batch.req_pool_indices[:size].tolist())
+        self._slots = None
+
+    def _token_slots(self) -> list[Tensor]:
+        """Pool slots of each request's tokens, in order.
+
+        Read when the first layer attends: a draft's slots enter the table after the metadata are made.
+        """
+        if self._slots is None:
+            table, shape = self.req_to_token_pool.req_to_token, self._shape
+            self._slots = [
+                table[row, :length].long() for row, length in zip(shape.rows, shape.keys, strict=True)
+            ]
+        return self._slots
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """No graphs on a CPU; the interface wants a number."""
@@ -90,7 +101,7 @@ class CpuAttentionBackend(AttentionBackend):
         out = query.new_zeros(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         causal = layer.attn_type != AttentionType.ENCODER_ONLY
         start = 0
-        for count, slots in zip(self._shape.queries, self._shape.slots, strict=True):
+        for count, slots in zip(self._shape.queries, self._token_slots(), strict=True):
             if count == 0:
                 continue
             rows = slice(start, start + count)

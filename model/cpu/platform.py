@@ -20,6 +20,14 @@ from model.cpu.names import BACKEND_NAME, PLATFORM_NAME
 DEFAULT_MEMORY_GIB = 8.0
 GIB = 1 << 30
 
+# Switches whose operators exist as CUDA kernels only. Refused at the start: met in a request, they would end
+# the scheduler and the server with it.
+_REFUSED = {
+    "enable_linear_replayssm": "--enable-linear-replayssm",
+    "enable_linear_replayssm_spec": "--enable-linear-replayssm-spec",
+    "speculative_use_block_verification": "--speculative-use-block-verification",
+}
+
 
 def activate() -> str | None:
     """Entry point of the group ``sglang.srt.platforms``: the class to use, or None when not asked for."""
@@ -37,7 +45,14 @@ class CpuPlatform(SRTPlatform):
     capabilities = PlatformCapabilities()
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Serve text alone: K3's media processor isn't part of the tiny checkpoint."""
+        """Serve text alone: K3's media processor isn't part of the tiny checkpoint.
+
+        Raises:
+            ValueError: an argument asks for what only a GPU has.
+        """
+        for field, flag in _REFUSED.items():
+            if getattr(server_args, field):
+                raise ValueError(f"{flag} isn't served by the CPU platform: leave it out")
         server_args.enable_multimodal = False
 
     def get_device_total_memory(self, device_id: int = 0) -> int:

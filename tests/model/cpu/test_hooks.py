@@ -293,3 +293,20 @@ def test_an_unreadable_memory_limit_is_named(monkeypatch: pytest.MonkeyPatch) ->
         CpuPlatform().get_device_total_memory()
     monkeypatch.setenv("LONGHAUL_CPU_MEMORY_GIB", "0.5")
     assert CpuPlatform().get_device_total_memory() == 1 << 29
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["enable_linear_replayssm", "enable_linear_replayssm_spec", "speculative_use_block_verification"],
+)
+def test_switches_without_an_operator_are_refused_at_the_start(field: str) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    from model.cpu.platform import CpuPlatform
+
+    arguments = ServerArgs(model_path="unread")
+    CpuPlatform().apply_server_args_defaults(arguments)
+    assert arguments.enable_multimodal is False
+    setattr(arguments, field, True)
+    with pytest.raises(ValueError, match=f"--{field.replace('_', '-')} isn't served by the CPU platform"):
+        CpuPlatform().apply_server_args_defaults(arguments)
