@@ -54,6 +54,7 @@ async def chat_completions(request: Request) -> Response:
             _events(turn, answer, record),
             headers=headers,
             ping_interval_s=service.ping_interval_s,
+            stall_s=service.stall_s,
             closed=lambda left: _close(turn, record, left=left),
         )
     left = True

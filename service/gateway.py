@@ -109,6 +109,7 @@ def build_service(
     keep_tails: bool = True,
     max_body_bytes: int = 64 << 20,
     ping_interval_s: float = 10.0,
+    stall_s: float = 300.0,
     grace_s: float = 5.0,
 ) -> Service:
     """Put a gateway together; nothing is connected yet.
@@ -138,6 +139,7 @@ def build_service(
         sampling_defaults=checkpoint_defaults(model),
         max_body_bytes=max_body_bytes,
         ping_interval_s=ping_interval_s,
+        stall_s=stall_s,
     )
 
 

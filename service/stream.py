@@ -57,7 +57,8 @@ async def _disconnection(receive: Receive) -> None:
 class EventStream(Response):
     """An answer of server-sent events, with pings while `events` is silent.
 
-    `closed` is awaited when the stream has ended, in whatever way; its argument says whether the client left.
+    A client that takes nothing for `stall_s` counts as gone. `closed` is awaited when the stream has ended,
+    in whatever way; its argument says whether the client left.
     """
 
     media_type = "text/event-stream"
@@ -68,9 +69,11 @@ class EventStream(Response):
         *,
         headers: Mapping[str, str],
         ping_interval_s: float,
+        stall_s: float,
         closed: Callable[[bool], Awaitable[None]],
     ) -> None:
         self._events = events
+        self._stall_s = stall_s
         self._ping_interval_s = ping_interval_s
         self._closed = closed
         self._sent_at = 0.0
@@ -97,8 +100,7 @@ class EventStream(Response):
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-                    self._sent_at = time.monotonic()
+                    await self._send(send, event)
         finally:
             pinging.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -111,5 +113,12 @@ class EventStream(Response):
             if silent_s < self._ping_interval_s:
                 await asyncio.sleep(self._ping_interval_s - silent_s)
             else:
-                await send({"type": "http.response.body", "body": PING, "more_body": True})
-                self._sent_at = time.monotonic()
+                await self._send(send, PING)
+
+    async def _send(self, send: Send, body: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        except TimeoutError:
+            raise ClientLeft from None
+        self._sent_at = time.monotonic()

@@ -25,7 +25,7 @@ class Service:
     """The parts of one gateway, as its API modules use them.
 
     sampling_defaults: for what a request leaves out, from the checkpoint. max_body_bytes: longest body read.
-    ping_interval_s: longest silence within a stream.
+    ping_interval_s: longest silence within a stream. stall_s: how long a client may take nothing of it.
     """
 
     engine: Engine
@@ -38,6 +38,7 @@ class Service:
     sampling_defaults: Mapping[str, float]
     max_body_bytes: int = 64 << 20
     ping_interval_s: float = 10.0
+    stall_s: float = 300.0
 
 
 class JsonResponse(Response):

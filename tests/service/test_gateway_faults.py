@@ -1,10 +1,12 @@
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from conftest import Gateway, GatewayFactory
 from fake_engine import CONTEXT_TOKENS, FakeEngine, abort, event
@@ -162,6 +164,29 @@ async def test_a_client_that_leaves_before_the_first_token(gateway: Gateway):
         return await gateway.metric(series) == 1
 
     await until(counted)
+
+
+async def test_a_client_that_stops_reading_counts_as_gone(gateway_factory: GatewayFactory):
+    async with gateway_factory(stall_s=0.3) as gateway:
+        # More than the kernel's buffers hold between the two.
+        tokenizer = gateway.engine.tokenizer
+        plain = (id for id in range(tokenizer.vocab_size) if id not in tokenizer.markup.values())
+        longest = max(plain, key=lambda id: len(tokenizer.token_bytes(id)))
+        gateway.engine.script = gateway.engine.sample([longest] * 800_000, size=5000)
+        address = httpx.URL(gateway.url)
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((address.host, address.port))
+        body = json.dumps({"messages": USER, "stream": True}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+
+        async def counted() -> bool:
+            return await gateway.metric('longhaul_aborted_turns_total{cause="client"}') == 1
+
+        await until(counted)
+        assert gateway.engine.aborted == [gateway.engine.requests[0]["rid"]]
+        connection.close()
 
 
 async def test_without_a_ledger_turns_are_served(gateway_factory: GatewayFactory, tmp_path: Path):
