@@ -292,7 +292,7 @@ def _read_chunk(event: Mapping[str, Any]) -> Chunk:
         finish = meta["finish_reason"]
         details = meta.get("cached_tokens_details") or {"device": meta.get("cached_tokens", 0)}
         chunk = Chunk(
-            ids=event["output_ids"],
+            ids=list(event["output_ids"]),
             stop=None if finish is None else _stop_kind(finish),
             cached_device_tokens=int(details.get("device", 0)),
             cached_host_tokens=int(details.get("host", 0)),

@@ -226,3 +226,18 @@ async def test_a_verified_encoding_is_said_too(gateway: Gateway):
     assert ready.status_code == 200
     assert ready.json()["encoding"] == {"verified": True, "mismatches": []}
     assert await gateway.metric("longhaul_encoding_verified") == 1
+
+
+async def test_an_engine_that_comes_back_is_compared_again(
+    gateway_factory: GatewayFactory, fake_engine: FakeEngine
+):
+    fake_engine.is_ready = False
+    async with gateway_factory() as gateway:
+        ready = await gateway.http.get("/ready")
+        assert ready.json()["encoding"] == {"verified": None, "mismatches": []}
+        fake_engine.is_ready = True
+
+        async def is_ready() -> bool:
+            return (await gateway.http.get("/ready")).status_code == 200
+
+        await until(is_ready)
