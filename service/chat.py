@@ -14,7 +14,7 @@ from service.errors import NotFound, ServiceError
 from service.fields import parse_object
 from service.identity import identify
 from service.runner import Turn, TurnRequest
-from service.stream import DONE, EventStream, data_event, while_connected
+from service.stream import DONE, ClientLeft, EventStream, data_event, while_connected
 from service.web import JsonResponse, authenticate, read_body, service_of, turn_headers
 
 
@@ -55,18 +55,20 @@ async def chat_completions(request: Request) -> Response:
             headers=headers,
             ping_interval_s=service.ping_interval_s,
             stall_s=service.stall_s,
-            closed=lambda left: _close(turn, record, left=left),
+            closed=lambda cause: _close(turn, record, cause),
         )
-    left = True
+    cause = "shutdown"
     try:
         body = await while_connected(request.receive, _whole(turn, chat, answer))
-        left = False
-        return JsonResponse(body, headers=headers)
+    except ClientLeft:
+        cause = "client"
+        raise
     except ServiceError:
-        left = False
+        cause = "engine"
         raise
     finally:
-        await _close(turn, record, left=left)
+        await _close(turn, record, cause)
+    return JsonResponse(body, headers=headers)
 
 
 async def _whole(turn: Turn, chat: ChatRequest, answer: ChatAnswer) -> dict[str, object]:
@@ -91,8 +93,8 @@ async def _events(turn: Turn, answer: ChatAnswer, record: Record) -> AsyncGenera
     yield b"".join(data_event(chunk) for chunk in answer.last_chunks(turn.completion)) + DONE
 
 
-async def _close(turn: Turn, record: Record, *, left: bool) -> None:
-    await turn.close("client" if left else "engine")
+async def _close(turn: Turn, record: Record, cause: str) -> None:
+    await turn.close(cause)
     record.ttft_s = turn.ttft_s
     if (completion := turn.completion) is None:
         return

@@ -77,8 +77,8 @@ class Turn:
         if done:
             self._first.result()
 
-    async def close(self, cause: str = "engine") -> None:
-        """Give everything back; what the engine still does is aborted and counted under the cause."""
+    async def close(self, cause: str) -> None:
+        """Give everything back. A turn that is not complete is aborted, and counted under the cause."""
         if self._first is not None:
             self._first.cancel()
             await asyncio.gather(self._first, return_exceptions=True)

@@ -58,7 +58,7 @@ class EventStream(Response):
     """An answer of server-sent events, with pings while `events` is silent.
 
     A client that takes nothing for `stall_s` counts as gone. `closed` is awaited when the stream has ended,
-    in whatever way; its argument says whether the client left.
+    and told what would be to blame for a turn that did not: `engine`, `client` or `shutdown`.
     """
 
     media_type = "text/event-stream"
@@ -70,7 +70,7 @@ class EventStream(Response):
         headers: Mapping[str, str],
         ping_interval_s: float,
         stall_s: float,
-        closed: Callable[[bool], Awaitable[None]],
+        closed: Callable[[str], Awaitable[None]],
     ) -> None:
         self._events = events
         self._stall_s = stall_s
@@ -84,14 +84,14 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything (ASGI 3)."""
-        left = True
+        cause = "shutdown"
         try:
             await while_connected(receive, self._send_all(send))
-            left = False
+            cause = "engine"
         except ClientLeft:
-            pass
+            cause = "client"
         finally:
-            await self._closed(left)
+            await self._closed(cause)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
