@@ -86,7 +86,9 @@ class AncestorSearch:
         session = label_digest(self._session) if self._session else None
 
         def rank(version: Version) -> tuple[bool, bool, bool]:
-            return version.reasoning != reasoning, version.call_ids != call_ids, version.session != session
+            # A client that sends none may have dropped it: that says nothing about the turn.
+            other_reasoning = reasoning not in (NO_REASONING, version.reasoning)
+            return other_reasoning, version.call_ids != call_ids, version.session != session
 
         return sorted(versions, key=rank)
 

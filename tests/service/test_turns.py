@@ -312,6 +312,17 @@ async def test_which_of_equal_looking_turns_is_continued(url: str, kept: str) ->
     assert extends(after, seen(expected[0], expected[1]))
 
 
+async def test_no_reasoning_is_not_taken_for_the_turn_that_had_none(url: str) -> None:
+    tenant = new_key()
+    async with turns_at(url) as turns:
+        own = await play(turns, [user()], answer("same", reasoning="mine"), tenant=tenant, session="mine")
+        await play(turns, [user()], answer("same"), tenant=tenant, session="other")
+        sent = Conversation(messages=(user(), answer("same"), user()))
+        prompt = await turns.prepare(tenant, "mine", sent)
+    assert prompt.parent == own[0].turn
+    assert extends(prompt, seen(own[0], own[1]))
+
+
 async def test_forks_continue_from_their_common_turn(url: str) -> None:
     tenant = new_key()
     async with turns_at(url) as turns:
