@@ -144,7 +144,9 @@ class RedisStore(HiCacheStorage):
         """
         target = [pages.geometry for name, pages in self._hosts.items() if name not in _DRAFT_POOLS]
         self._base = namespace.namespace(
-            weights=namespace.weights_fingerprint(self._options.model_path or _checkpoint()),
+            weights=namespace.weights_fingerprint(
+                self._options.model_path or _checkpoint(), is_dummy=_arguments().load_format == "dummy"
+            ),
             engine=_engine_settings(),
             parallelism=self._parallelism,
             pools=target,
@@ -418,7 +420,10 @@ def _draft_weights(pool: str) -> str:
     path = arguments.speculative_draft_model_path if pool in _DRAFT_POOLS else None
     if not path:
         return ""
-    return namespace.weights_fingerprint(_local(path, arguments.speculative_draft_model_revision))
+    load_format = arguments.speculative_draft_load_format or arguments.load_format
+    return namespace.weights_fingerprint(
+        _local(path, arguments.speculative_draft_model_revision), is_dummy=load_format == "dummy"
+    )
 
 
 def _local(model: str, revision: str | None) -> Path:

@@ -148,12 +148,13 @@ def page_keys(space: bytes, pool: str, pages: Sequence[str], shard: str = "") ->
     return [head + page.encode() + tail for page in pages]
 
 
-def weights_fingerprint(directory: Path) -> str:
+def weights_fingerprint(directory: Path, *, is_dummy: bool = False) -> str:
     """A digest of the checkpoint in `directory` that is cheap for any size and equal on every machine.
 
     It covers the configuration, and of every weight file the name, the size, the safetensors header (all
     names, types, shapes and offsets) and 64 evenly spaced samples of 4 KiB, the file's ends included. A
-    change that touches none of the samples goes unseen: give such a checkpoint its own salt.
+    change that touches none of the samples goes unseen: give such a checkpoint its own salt. Dummy weights
+    (`is_dummy`) are made from the configuration and a seed, and no file is read.
 
     Raises:
         ValueError: the directory has no config.json or no weight file, or a header is not readable.
@@ -161,8 +162,9 @@ def weights_fingerprint(directory: Path) -> str:
     config_path = directory / "config.json"
     if not config_path.is_file():
         raise ValueError(f"{directory} has no config.json: model_path must name a checkpoint's directory")
-    files = sorted(path for path in directory.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
-    if not files:
+    found = [] if is_dummy else directory.iterdir()
+    files = sorted(path for path in found if path.suffix in _WEIGHT_SUFFIXES)
+    if not files and not is_dummy:
         raise ValueError(f"{directory} has no weight file ({', '.join(_WEIGHT_SUFFIXES)})")
     config = json.loads(config_path.read_text())
     kept = {name: value for name, value in config.items() if name not in _CONFIG_NOISE}

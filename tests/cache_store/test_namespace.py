@@ -154,6 +154,16 @@ def test_every_shard_counts(tmp_path: Path):
     assert namespace.weights_fingerprint(one) != namespace.weights_fingerprint(two)
 
 
+def test_dummy_weights_are_known_by_the_configuration_alone(tmp_path: Path):
+    directory = checkpoint(tmp_path / "a", b"x" * 5000)
+    dummy = namespace.weights_fingerprint(directory, is_dummy=True)
+    assert namespace.weights_fingerprint(directory) != dummy
+    (directory / "model.safetensors").unlink()
+    assert namespace.weights_fingerprint(directory, is_dummy=True) == dummy
+    (directory / "config.json").write_text('{"layers": 9}')
+    assert namespace.weights_fingerprint(directory, is_dummy=True) != dummy
+
+
 def test_no_checkpoint_is_an_error_that_says_so(tmp_path: Path):
     with pytest.raises(ValueError, match=r"no config\.json"):
         namespace.weights_fingerprint(tmp_path)
