@@ -434,10 +434,12 @@ def test_random_order_under_random_faults_is_never_wrong(redis_process: RedisPro
         thread.start()
     rng, server, until = random.Random(9), redis_process.client(), time.monotonic() + 4
     while time.monotonic() < until:
-        match rng.randrange(3):
+        match rng.randrange(8):
             case 0:
+                server.flushall()
+            case 1 | 2:
                 server.client_kill_filter(_type="normal", skipme=True)
-            case 1:
+            case 3 | 4:
                 redis_process.signal(signal.SIGSTOP)
                 time.sleep(rng.random() * 0.5)
                 redis_process.signal(signal.SIGCONT)
