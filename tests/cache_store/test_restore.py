@@ -80,29 +80,53 @@ def series(engine: Engine, name: str) -> float:
     return sum(map(float, found))
 
 
-def test_a_session_survives_its_engine_and_its_store(model: Path, blobs: RedisServer, tmp_path: Path):
-    """With a draft, whose pool travels as well."""
+def play(talk: Conversation, engine: Engine) -> None:
+    for added in (500, 70, 130):
+        talk.add(added)
+        talk.ids += talk.ask(engine).ids
+
+
+def restore(talk: Conversation, engine: Engine) -> None:
+    """One more turn, nearly all of whose known tokens come from storage."""
+    known = len(talk.ids) - ANSWER
+    talk.add(60)
+    assert talk.ask(engine).tiers["storage"] >= known // PAGE * PAGE - 2 * PAGE
+
+
+def pools(client: redis.Redis) -> set[bytes]:
+    return {key.split(b":")[2] for key in client.scan_iter()}
+
+
+def test_a_session_with_a_draft_survives_its_engine(model: Path, blobs: RedisServer, tmp_path: Path):
+    """The draft's pool travels as well."""
     from speculative import draft
 
-    client = redis.Redis(unix_socket_path=str(blobs.socket))
+    client, talk = redis.Redis(unix_socket_path=str(blobs.socket)), Conversation(model)
     draft.build(tmp_path / "draft", model)
-    talk = Conversation(model)
-
-    def engine(log: str):
-        return running_engine(model, tmp_path / log, store_url=blobs.url, draft=tmp_path / "draft")
-
-    with engine("first.log") as first:
-        for added in (500, 70, 130):
-            talk.add(added)
-            talk.ids += talk.ask(first).ids
+    options = {"store_url": blobs.url, "draft": tmp_path / "draft"}
+    with running_engine(model, tmp_path / "first.log", **options) as first:
+        play(talk, first)
         settle(client)
         first.kill()
-    assert {key.split(b":")[2] for key in client.scan_iter()} == {b"kv", b"mamba", b"draft"}
-    known = len(talk.ids) - ANSWER
-    with engine("second.log") as second:
-        talk.add(60)
-        restored = talk.ask(second).tiers["storage"]
-        assert restored >= known // PAGE * PAGE - 2 * PAGE
+    assert pools(client) == {b"kv", b"mamba", b"draft"}
+    with running_engine(model, tmp_path / "second.log", **options) as second:
+        restore(talk, second)
+        read = re.search(
+            r'longhaul_store_pages_total{direction="read",outcome="ok",pool="draft"} (\S+)',
+            httpx.get(f"{second.url}/metrics", timeout=60).text,
+        )
+        assert read is not None and float(read[1]) > 0
+
+
+def test_a_session_survives_its_engine_and_its_store(model: Path, blobs: RedisServer, tmp_path: Path):
+    client, talk = redis.Redis(unix_socket_path=str(blobs.socket)), Conversation(model)
+    with running_engine(model, tmp_path / "first.log", store_url=blobs.url) as first:
+        play(talk, first)
+        settle(client)
+        first.kill()
+    assert pools(client) == {b"kv", b"mamba"}
+    with running_engine(model, tmp_path / "second.log", store_url=blobs.url) as second:
+        restore(talk, second)
         # What the scheduler's process counts is in the page that the HTTP server's process serves.
         assert series(second, "longhaul_store_lookups_total") >= 1
         assert series(second, "longhaul_store_bytes_total") > 0
