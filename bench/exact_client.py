@@ -139,7 +139,13 @@ class Client:
         self._session = session
 
     def ask(
-        self, messages: Sequence[Mapping[str, Any]], *, tokens: int, forced: bool, stream: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tokens: int,
+        forced: bool,
+        parallel: bool,
+        stream: bool,
     ) -> tuple[ChatCompletionMessage, int, Mapping[str, str]]:
         """The message, the prompt's tokens, and the headers of the answer."""
         settings: dict[str, Any] = {
@@ -147,6 +153,7 @@ class Client:
             "messages": messages,
             "tools": TOOLS,
             "tool_choice": "required" if forced else "none",
+            "parallel_tool_calls": parallel,
             "max_tokens": tokens,
             "temperature": 1.0,
             "extra_body": {"session_id": self._session},
@@ -192,7 +199,7 @@ def play(url: str, recorded: Recorded, turns: int) -> list[TurnReport]:
     before: list[int] = []
     for turn in range(turns):
         forced = turn % 3 != 2
-        settings = {"forced": forced, "stream": turn % 2 == 1}
+        settings = {"forced": forced, "parallel": turn % 4 == 1, "stream": turn % 2 == 1}
         _, whole_tokens, whole_headers = whole.ask(messages, tokens=1, **settings)
         answer, tokens, headers = lossy.ask(
             altered(messages), tokens=CALL_TOKENS if forced else TEXT_TOKENS, **settings
