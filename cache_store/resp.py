@@ -225,20 +225,18 @@ class Connection:
         return status
 
     def _line(self) -> bytes:
-        line = bytearray()
+        line = b""
         while True:
             if self._start == self._end:
                 self._fill(_LINE_BYTES)
-            block = bytes(self._buffer[self._start : self._end])
-            at = block.find(b"\n")
-            if at >= 0:
-                line += block[: at + 1]
-                self._start += at + 1
-                if not line.endswith(b"\r\n"):
+            block = self._buffer[self._start : self._end].tobytes()
+            text, feed, _ = block.partition(b"\n")
+            self._start += len(text) + len(feed)
+            line += text
+            if feed:
+                if not line.endswith(b"\r"):
                     raise ProtocolFault("a line ends without a carriage return")
-                return bytes(line[:-2])
-            line += block
-            self._start = self._end
+                return line[:-1]
             if len(line) > _LINES_BYTES:
                 raise ProtocolFault("a reply's first line has no end")
 

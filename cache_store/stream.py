@@ -178,6 +178,7 @@ class _PlainStream:
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         self._socket = sock
+        self._timeout_s = 0.0
         self._writable = select.poll()
         self._writable.register(sock, select.POLLOUT)
 
@@ -203,11 +204,15 @@ class _PlainStream:
             view = view[self._receive(view, socket.MSG_WAITALL, deadline) :]
 
     def _receive(self, view: memoryview, flags: int, deadline: Deadline) -> int:
-        whole, part = divmod(deadline.remaining(), 1)
-        # A timeout of zero would mean none at all.
-        timeout = struct.pack("ll", int(whole), max(1, int(part * 1e6)))
-        try:
+        left = deadline.remaining()
+        # Not for every value: a wait that ends a twentieth too late is near enough.
+        if not left <= self._timeout_s <= 1.05 * left:
+            self._timeout_s = left
+            whole, part = divmod(left, 1)
+            # A timeout of zero would mean none at all.
+            timeout = struct.pack("ll", int(whole), max(1, int(part * 1e6)))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        try:
             count = self._socket.recv_into(view, 0, flags)
         except BlockingIOError:
             raise DeadlineExceeded("no answer within the deadline") from None
