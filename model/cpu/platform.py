@@ -6,13 +6,16 @@ the package is installed beside a GPU.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import torch
 from sglang.srt.platforms.device_mixin import DeviceCapability, PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from torch import Tensor
 
+from model.cpu import slots
 from model.cpu.names import BACKEND_NAME, PLATFORM_NAME
 
 # What the engine may plan with unless LONGHAUL_CPU_MEMORY_GIB says otherwise: launch profiles size the pools
@@ -107,6 +110,23 @@ class CpuPlatform(SRTPlatform):
     def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
         """Our own backend only."""
         return backend == BACKEND_NAME
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., Tensor]:
+        """Where a verified block is written; SGLang's own reader is a kernel that no wheel has."""
+
+        def locate(
+            *,
+            req_pool_indices: Tensor,
+            req_to_token: Tensor,
+            start_offset: Tensor,
+            end_offset: Tensor,
+            batch_size: int,
+            **_: object,
+        ) -> Tensor:
+            n = batch_size
+            return slots.read_slots(req_to_token, req_pool_indices[:n], start_offset[:n], end_offset[:n])
+
+        return locate
 
     def support_mamba_cache_extra_buffer(self) -> bool:
         """State snapshots at tracked chunk borders are implemented."""

@@ -26,3 +26,9 @@ def assign_slots(table: Tensor, requests: Tensor, starts: Tensor, ends: Tensor, 
         if end > start:
             table[row, start:end] = slots[offset : offset + end - start].to(table.dtype)
             offset += end - start
+
+
+def read_slots(table: Tensor, requests: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """Slots at the positions [start, end) of each request's row, request after request, int64."""
+    rows = zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True)
+    return torch.cat([table[row, start:end] for row, start, end in rows]).to(torch.int64)

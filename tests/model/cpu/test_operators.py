@@ -9,7 +9,7 @@ from model.cpu.attention import attend
 from model.cpu.norm import rms_norm_gated
 from model.cpu.residual import mix_residuals
 from model.cpu.sampling import verify_chain
-from model.cpu.slots import assign_slots, last_slots
+from model.cpu.slots import assign_slots, last_slots, read_slots
 from model.cpu.state import commit_states, snapshot_states
 from model.cpu.transfer import load_layer, load_rows, save_layers, save_rows
 
@@ -177,6 +177,8 @@ def test_slot_table() -> None:
     )
     assert table.tolist() == [[0] * 8, [0, 0, 0, 12, 13, 14, 0, 0], [0, 10, 11, 0, 0, 0, 0, 0]]
     assert last_slots(table, torch.tensor([2, 0, 1]), torch.tensor([3, 0, 6])).tolist() == [11, -1, 14]
+    read = read_slots(table, torch.tensor([2, 1]), torch.tensor([1, 4]), torch.tensor([3, 6]))
+    assert read.tolist() == [*table[2, 1:3].tolist(), *table[1, 4:6].tolist()] and read.dtype == torch.int64
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
