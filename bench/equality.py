@@ -11,11 +11,13 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 from bench.engines import Answer, Engine, note, running_engine
 from cache_store.servers import own_servers
@@ -31,6 +33,15 @@ FIRST = (63, 64, 65, 127, 128, 129, 200, 300)
 ADDED = (47, 48, 49, 112, 5, 64)
 BLOB_BYTES = 2 << 30
 SMALL_POOLS = ("--max-total-tokens", "2048", "--max-mamba-cache-size", "48")
+PLAIN: Mapping[str, tuple[str, ...]] = {
+    "no cache": ("--disable-radix-cache",),
+    "radix cache": (),
+    "chunked prefill 128": ("--chunked-prefill-size", "128"),
+    "small pools": SMALL_POOLS,
+}
+STORED = ("host tier", "storage after kill -9")
+DRAFTED = ("random draft", "fitted draft")
+WAYS = (*PLAIN, *STORED, *DRAFTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,52 +135,63 @@ def successors(talks: Sequence[Sequence[Turn]]) -> dict[int, int]:
     return table
 
 
-def ways(model: Path, talks: Sequence[Sequence[Turn]], scratch: Path) -> Iterator[tuple[str, Tally]]:
-    """Play the conversations in every way, one engine after the other."""
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What every way plays, and where its files go."""
+
+    model: Path
+    talks: Sequence[Sequence[Turn]]
+    scratch: Path
 
     @contextmanager
     def engine(
-        name: str, *extra: str, store: str | None = None, drafter: Path | None = None
+        self, name: str, *extra: str, store: str | None = None, drafter: Path | None = None
     ) -> Generator[Engine]:
+        """The engine of one way."""
         note(f"{name}: booting")
-        log = scratch / f"{name.replace(' ', '-')}.log"
-        with running_engine(model, log, store_url=store, draft=drafter, extra=extra) as running:
+        log = self.scratch / f"{name.replace(' ', '-')}.log"
+        with running_engine(self.model, log, store_url=store, draft=drafter, extra=extra) as running:
             yield running
 
-    plain: Mapping[str, tuple[str, ...]] = {
-        "no cache": ("--disable-radix-cache",),
-        "radix cache": (),
-        "chunked prefill 128": ("--chunked-prefill-size", "128"),
-        "small pools": SMALL_POOLS,
-    }
-    for name, extra in plain.items():
-        tally = Tally()
-        with engine(name, *extra) as running:
-            play(running, talks, tally)
-            if name == "small pools":  # what the first pass left was evicted in part: A, B, A
-                play(running, talks, tally)
-        yield name, tally
+    def plain(self, names: Collection[str]) -> Iterator[tuple[str, Tally]]:
+        """An engine on its own, with each of its arguments."""
+        for name in (name for name in PLAIN if name in names):
+            tally = Tally()
+            with self.engine(name, *PLAIN[name]) as running:
+                play(running, self.talks, tally)
+                if name == "small pools":  # what the first pass left was evicted in part: A, B, A
+                    play(running, self.talks, tally)
+            yield name, tally
 
-    blobs, _ = own_servers(scratch, blob_bytes=BLOB_BYTES)
-    with blobs:
-        tally = Tally()
-        with engine("host tier", *SMALL_POOLS, store=blobs.url) as running:
-            play(running, talks, tally)
-            play(running, talks, tally)
-            running.kill()
-        yield "host tier", tally
-        tally = Tally()
-        with engine("storage after kill -9", store=blobs.url) as running:
-            play(running, talks, tally, first_turn=len(talks[0]) - 1)
-        yield "storage after kill -9", tally
+    def stored(self, names: Collection[str]) -> Iterator[tuple[str, Tally]]:
+        """Host tier and store; the second engine finds what the first, killed, left in the store."""
+        if not set(STORED) & set(names):
+            return
+        host, storage = STORED
+        blobs, _ = own_servers(self.scratch, blob_bytes=BLOB_BYTES)
+        with blobs:
+            tally = Tally()
+            with self.engine(host, *SMALL_POOLS, store=blobs.url) as running:
+                play(running, self.talks, tally)
+                play(running, self.talks, tally)
+                running.kill()
+            yield host, tally
+            tally = Tally()
+            with self.engine(storage, store=blobs.url) as running:
+                play(running, self.talks, tally, first_turn=len(self.talks[0]) - 1)
+            yield storage, tally
 
-    for name, table in (("random draft", None), ("fitted draft", successors(talks))):
-        path = scratch / name.replace(" ", "-")
-        draft.build(path, model, successors=table)
-        tally = Tally()
-        with engine(name, drafter=path) as running:
-            play(running, talks, tally)
-        yield name, tally
+    def drafted(self, names: Collection[str]) -> Iterator[tuple[str, Tally]]:
+        """DSPARK with a draft that is nearly always rejected, and with one that is accepted in runs."""
+        random_draft, fitted = DRAFTED
+        for name, table in ((random_draft, None), (fitted, successors(self.talks))):
+            if name in names:
+                path = self.scratch / name.replace(" ", "-")
+                draft.build(path, self.model, successors=table)
+                tally = Tally()
+                with self.engine(name, drafter=path) as running:
+                    play(running, self.talks, tally)
+                yield name, tally
 
 
 def main() -> int:
@@ -179,16 +201,26 @@ def main() -> int:
     parser.add_argument(
         "--turns", type=int, default=len(ADDED), help="turns a conversation (default: %(default)s)"
     )
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=f"some of: {', '.join(WAYS)}"
+    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the engines' logs there")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args()
     if not 1 <= args.turns <= len(ADDED):
         parser.error(f"--turns {args.turns}: give 1 to {len(ADDED)}")
     model: Path = args.model or tiny.build(tiny.default_path()).path
     note("reference: answering every turn")
+    torch.set_num_threads(1)  # its matrices are too small for more
     talks = conversations(ReferenceModel.load(model), args.turns)
     rows: dict[str, Tally] = {}
-    with tempfile.TemporaryDirectory(prefix="longhaul-equality-") as scratch:
-        for name, tally in ways(model.absolute(), talks, Path(scratch)):
+    with tempfile.TemporaryDirectory(prefix="longhaul-equality-") as temporary:
+        scratch: Path = args.keep or Path(temporary)
+        scratch.mkdir(parents=True, exist_ok=True)
+        stage = Stage(model.absolute(), talks, scratch.absolute())
+        for name, tally in itertools.chain(
+            stage.plain(args.ways), stage.stored(args.ways), stage.drafted(args.ways)
+        ):
             note(f"{name}: {tally.exact} exact, {tally.near_ties} near ties, {tally.wrong} wrong")
             rows[name] = tally
     totals = {
