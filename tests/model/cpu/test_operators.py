@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model.cpu.adapters import scatter_states
 from model.cpu.attention import attend
 from model.cpu.norm import rms_norm_gated
 from model.cpu.residual import mix_residuals
@@ -162,8 +163,10 @@ def test_snapshots_follow_the_mask() -> None:
 @pytest.mark.parametrize("rows", [None, torch.tensor([2, 0, 1])])
 def test_commits_take_the_accepted_step(rows: torch.Tensor | None) -> None:
     pool, steps = torch.randn(2, 6, 3), torch.randn(2, 3, 4, 3)
-    before = pool.clone()
+    before, again = pool.clone(), pool.clone()
     commit_states(pool, steps, torch.tensor([5, 1, 3]), torch.tensor([2, -1, 0]), rows)
+    scatter_states(again, steps, torch.tensor([5, 1, 3]), torch.tensor([2, -1, 0]), rows)
+    assert torch.equal(again, pool), "in the order of arguments that SGLang has"
     first, third = (0, 2) if rows is None else (2, 1)
     assert torch.equal(pool[:, 5], steps[:, first, 2])
     assert torch.equal(pool[:, 3], steps[:, third, 0])
