@@ -253,7 +253,7 @@ def scatter_states(
     src_indices_raw: Tensor | None = None,
 ) -> None:
     """Commit the states after each request's accepted draft token."""
-    state.commit_states(dst, src, dst_indices_raw, step_indices_raw, src_indices_raw)
+    state.commit_states(dst, src, targets=dst_indices_raw, accepted=step_indices_raw, rows=src_indices_raw)
 
 
 def no_fused_windows(pairs: Any) -> bool:

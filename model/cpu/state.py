@@ -24,18 +24,20 @@ def snapshot_states(pools: tuple[Tensor, ...], sources: Tensor, mask: Tensor, ta
         pool[:, target] = pool[:, source]
 
 
-def commit_states(pool: Tensor, steps: Tensor, targets: Tensor, step: Tensor, rows: Tensor | None) -> None:
+def commit_states(
+    pool: Tensor, steps: Tensor, *, targets: Tensor, accepted: Tensor, rows: Tensor | None
+) -> None:
     """Copy the state after each request's accepted step to its slot.
 
     Args:
         pool: [layers, slots, ...], changed in place.
         steps: [layers, rows, T, ...], the state after each of T tokens.
         targets: [B] slots of ``pool``; negative skips.
-        step: [B] step to commit; negative skips.
+        accepted: [B] step to commit; one outside [0, T) skips.
         rows: [B] rows of ``steps``, or None when request b has row b.
     """
-    live = ((step >= 0) & (targets >= 0)).nonzero().squeeze(1)
+    live = ((accepted >= 0) & (accepted < steps.shape[2]) & (targets >= 0)).nonzero().squeeze(1)
     if live.numel() == 0:
         return
     source = live if rows is None else rows[live].long()
-    pool[:, targets[live].long()] = steps[:, source, step[live].long()].to(pool.dtype)
+    pool[:, targets[live].long()] = steps[:, source, accepted[live].long()].to(pool.dtype)

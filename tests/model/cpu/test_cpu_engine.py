@@ -59,8 +59,9 @@ def test_output_and_logprobs_equal_the_reference(
     computed, first = logprobs(engine, ids)
     assert computed.cached_tokens == 0
     again, second = logprobs(engine, ids)
-    # The last token is computed in any case, and a state exists at the page borders before it.
-    assert again.cached_tokens == (length - 1) // PAGE * PAGE
+    # The last token is computed in any case. Prefill snapshots one state, at its last page border: when the
+    # prompt ends there, it lies behind that token and is of no use to the same prompt.
+    assert again.cached_tokens == (length // PAGE * PAGE if length % PAGE else 0)
     for answer, values in ((computed, first), (again, second)):
         assert_follows(answer.ids, steps)
         for token, value, step in zip(answer.ids, values, steps, strict=True):

@@ -164,7 +164,7 @@ def test_snapshots_follow_the_mask() -> None:
 def test_commits_take_the_accepted_step(rows: torch.Tensor | None) -> None:
     pool, steps = torch.randn(2, 6, 3), torch.randn(2, 3, 4, 3)
     before, again = pool.clone(), pool.clone()
-    commit_states(pool, steps, torch.tensor([5, 1, 3]), torch.tensor([2, -1, 0]), rows)
+    commit_states(pool, steps, targets=torch.tensor([5, 1, 3]), accepted=torch.tensor([2, -1, 0]), rows=rows)
     scatter_states(again, steps, torch.tensor([5, 1, 3]), torch.tensor([2, -1, 0]), rows)
     assert torch.equal(again, pool), "in the order of arguments that SGLang has"
     first, third = (0, 2) if rows is None else (2, 1)

@@ -20,6 +20,7 @@ from sglang.kernels.ops.mamba import causal_conv1d_triton, mamba_state_scatter_t
 from sglang.kernels.ops.memory.common import get_last_loc_triton
 from sglang.kernels.ops.speculative.reject_sampling import chain_speculative_sampling_triton
 from sglang.srt.layers import attn_residual
+from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func
 
 from model.cpu import adapters
 
@@ -198,6 +199,20 @@ def states() -> None:
     adapters.track_states_all_layers(*ours, running, mask, tracked, 3)
     compare("tracked windows", ours[0], conv)
     compare("tracked states", ours[1], ssm)
+    targets, step = torch.tensor([4, 1, 3]), torch.tensor([2, -1, 0])
+    # The wrappers look at the device; the kernels don't care.
+    torch.Tensor.is_cuda = property(lambda _: True)
+    for name, scatter, shape in (
+        ("states", mamba_state_scatter_triton.fused_mamba_state_scatter_with_mask, (HEADS, WIDTH, WIDTH)),
+        ("windows", mamba_state_scatter_triton.fused_conv_window_scatter_with_mask, (3, 8)),
+    ):
+        for rows in (None, torch.tensor([2, 0, 1])):
+            pool, steps = torch.randn(2, SLOTS, *shape), torch.randn(2, 3, 4, *shape)
+            our_pool = pool.clone()
+            scatter(pool, steps, targets, step, rows)
+            adapters.scatter_states(our_pool, steps, targets, step, rows)
+            compare(f"committed {name}, rows {rows}", our_pool, pool)
+    del torch.Tensor.is_cuda
 
 
 def norms() -> None:
@@ -225,6 +240,11 @@ def slots() -> None:
         adapters.get_last_loc(table, requests, lengths),
         get_last_loc_triton(table, requests, lengths),
     )
+    starts, ends, new = torch.tensor([4, 0, 2]), torch.tensor([9, 0, 5]), torch.arange(100, 108)
+    ours = table.clone()
+    assign_req_to_token_pool_func(requests, table, starts, ends, new, 3)
+    adapters.assign_req_to_token(requests, ours, starts, ends, new, 3)
+    compare("assigned slots", ours, table)
 
 
 def sampling() -> None:
