@@ -33,9 +33,9 @@ def ledger_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint directory as far as the gateway reads one."""
-    path = tmp_path_factory.mktemp("checkpoint")
+def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as far as the gateway reads one."""
+    path = tmp_path_factory.mktemp("tokenizer_directory")
     (path / "tokenizer.json").write_text(tokenizer_json())
     return path
 
@@ -73,7 +73,9 @@ GatewayFactory = Callable[..., AbstractAsyncContextManager[Gateway]]
 
 
 @pytest.fixture
-def gateway_factory(fake_engine: FakeEngine, ledger_server: RedisServer, checkpoint: Path) -> GatewayFactory:
+def gateway_factory(
+    fake_engine: FakeEngine, ledger_server: RedisServer, tokenizer_directory: Path
+) -> GatewayFactory:
     @asynccontextmanager
     async def start(**options: Any) -> AsyncIterator[Gateway]:
         tenants = options.pop("tenants", Tenants())
@@ -81,7 +83,7 @@ def gateway_factory(fake_engine: FakeEngine, ledger_server: RedisServer, checkpo
         service = build_service(
             engine_url=fake_engine.url,
             ledger_url=ledger_url,
-            model=checkpoint,
+            model=tokenizer_directory,
             tenants=tenants,
             **options,
         )

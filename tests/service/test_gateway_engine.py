@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
@@ -14,7 +15,6 @@ import pytest_asyncio
 from fake_engine import listening
 
 from cache_store.servers import RedisServer
-from model import tiny
 from service.app import build_app
 from service.engine import Generation
 from service.errors import EngineFailed
@@ -96,20 +96,20 @@ class Gateway:
 
 
 @pytest_asyncio.fixture
-async def gateway(engine: Engine, ledger_server: RedisServer) -> AsyncIterator[Gateway]:
-    async with start(engine.url, ledger_server.url) as gateway:
+async def gateway(engine: Engine, ledger_server: RedisServer, checkpoint: Path) -> AsyncIterator[Gateway]:
+    async with start(engine.url, ledger_server.url, checkpoint) as gateway:
         yield gateway
 
 
 @asynccontextmanager
-async def start(engine_url: str, ledger_url: str) -> AsyncIterator[Gateway]:
+async def start(engine_url: str, ledger_url: str, checkpoint: Path) -> AsyncIterator[Gateway]:
     # Names that no other run used: their salts part the engine's cache from whatever ran before.
     run = time.time_ns()
     keys = {"one": Tenant(f"one-{run}"), "two": Tenant(f"two-{run}")}
     service = build_service(
         engine_url=engine_url,
         ledger_url=ledger_url,
-        model=tiny.build(tiny.default_path()).path,
+        model=checkpoint,
         tenants=Tenants({hashlib.sha256(key.encode()).digest(): tenant for key, tenant in keys.items()}),
     )
     async with listening(build_app(service)) as url:

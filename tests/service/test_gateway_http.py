@@ -301,14 +301,14 @@ async def test_no_body_is_a_server_error(gateway: Gateway, data: st.DataObject):
 
 
 async def test_the_command_drains_on_sigterm(
-    fake_engine: FakeEngine, ledger_server: RedisServer, checkpoint: Path, tmp_path: Path
+    fake_engine: FakeEngine, ledger_server: RedisServer, tokenizer_directory: Path, tmp_path: Path
 ):
     """A stream under way ends well although the gateway was told to stop; then it exits with 0."""
     port = _free_port()
     log = (tmp_path / "log").open("wb")
     arguments = ["--port", str(port), "--engine", fake_engine.url, "--ledger", ledger_server.url]
     process = subprocess.Popen(
-        [sys.executable, "-m", "service.cli", "gateway", *arguments, "--model", str(checkpoint)],
+        [sys.executable, "-m", "service.cli", "gateway", *arguments, "--model", str(tokenizer_directory)],
         stderr=log,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
@@ -339,14 +339,18 @@ async def test_the_command_drains_on_sigterm(
     assert "word" not in (tmp_path / "log").read_text()
 
 
-def test_bad_options_are_refused(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_bad_options_are_refused(
+    tokenizer_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     from service.cli import main
 
     assert main(["gateway", "--model", str(tmp_path)]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
-    assert main(["gateway", "--model", str(checkpoint), "--tenants", str(tmp_path / "none.toml")]) == 2
-    assert main(["gateway", "--model", str(checkpoint), "--ledger", "nonsense"]) == 2
-    assert main(["gateway", "--model", str(checkpoint), "--engine", "ftp://x"]) == 2
+    assert (
+        main(["gateway", "--model", str(tokenizer_directory), "--tenants", str(tmp_path / "none.toml")]) == 2
+    )
+    assert main(["gateway", "--model", str(tokenizer_directory), "--ledger", "nonsense"]) == 2
+    assert main(["gateway", "--model", str(tokenizer_directory), "--engine", "ftp://x"]) == 2
 
 
 def _free_port() -> int:
