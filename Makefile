@@ -4,6 +4,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := $(UV) run --frozen
 # One thread for each test process: two processes share two cores better than their threads would.
 UNIT := OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile
+ENGINE := $(RUN) pytest -m "engine or sglang"
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test unit engine lint format image clean
@@ -23,13 +24,13 @@ serve: setup ## Serve Redis, the engine (tiny K3 on a CPU) and the gateway on po
 test: setup ## Lint, then all tests that run on a CPU: unit and engine
 	$(MAKE) --no-print-directory lint
 	$(UNIT)
-	$(RUN) pytest -m engine
+	$(ENGINE)
 
 unit: setup ## The fast tests alone, no engine
 	$(UNIT)
 
 engine: setup ## The tests that boot the real engine on this CPU
-	$(RUN) pytest -m engine
+	$(ENGINE)
 
 lint: setup ## Check style, types, Dockerfile and compose file
 	$(RUN) ruff check .

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import tempfile
 import sys
 import time
 from pathlib import Path
@@ -165,13 +166,13 @@ def test_a_path_too_long_for_a_socket_moves_to_the_runtime_directory(
 def test_a_runtime_directory_that_is_a_link_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = tmp_path / "run"
     (tmp_path / "elsewhere").mkdir()
-    runtime.mkdir()
-    (runtime / f"longhaul-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    with pytest.raises(ServerError, match="another user"):
-        RedisServer(Role.LEDGER, tmp_path / ("long" * 30) / "ledger").start()
+    # Short enough for a socket's path, which pytest's own directories may not be.
+    with tempfile.TemporaryDirectory(prefix="run-") as runtime:
+        Path(runtime, f"longhaul-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        with pytest.raises(ServerError, match="another user"):
+            RedisServer(Role.LEDGER, tmp_path / ("long" * 30) / "ledger").start()
 
 
 def program(folder: Path, name: str, text: str) -> None:

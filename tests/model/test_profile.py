@@ -50,6 +50,7 @@ def test_the_four_profiles_are_there() -> None:
     assert [load_profile(name).name for name in NAMES] == NAMES
 
 
+@pytest.mark.sglang
 def test_sglang_s_own_parser_takes_every_profile_and_names_what_it_refuses() -> None:
     # One process for all: importing the parser takes ten seconds. With the CPU plug-in it knows all backends.
     wrong = [

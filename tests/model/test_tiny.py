@@ -217,6 +217,7 @@ def test_the_command_says_why_it_cannot(tmp_path: Path, capsys: pytest.CaptureFi
     assert "give a new or an empty directory" in capsys.readouterr().err
 
 
+@pytest.mark.sglang
 def test_transformers_loads_it_anywhere(checkpoint: tiny.Checkpoint, tmp_path: Path) -> None:
     """Away from this repository, with the code that travels in the checkpoint."""
     messages = [{"role": "user", "content": "Hello <|open|> there"}]

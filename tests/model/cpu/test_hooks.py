@@ -225,12 +225,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     return {name: (int(status), (folder / name).read_text()) for name, status in lines}
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize("process", ["worker", "detokenizer"])
 def test_processes_get_what_they_need(outcomes: dict[str, tuple[int, str]], process: str) -> None:
     """A worker all hooks, each proved to be in place; the detokenizer none."""
     assert outcomes[process][0] == 0, outcomes[process][1]
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize(
     ("scenario", "messages"),
     [
@@ -263,6 +265,7 @@ def test_what_doesnt_hold_ends_the_process(
         assert message in text
 
 
+@pytest.mark.sglang
 def test_the_plugin_does_nothing_unless_selected() -> None:
     script = (
         "import sys\nfrom model import plugin\nplugin.register()\n"

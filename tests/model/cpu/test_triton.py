@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).with_name("triton_comparison.py")
 ROUNDING = 2e-6
 
 
+@pytest.mark.sglang
 def test_operators_equal_sglangs_kernels() -> None:
     env = {name: value for name, value in os.environ.items() if name != "SGLANG_PLATFORM"}
     done = subprocess.run(
