@@ -26,7 +26,7 @@ import redis
 
 from cache_store.format import ValueId
 from cache_store.options import StoreOptions
-from cache_store.servers import KEPT_MEMORY, find_binary
+from cache_store.servers import KEPT_BLOCKS, find_binary
 from cache_store.stream import SOCKET_BUFFER_BYTES, Deadline
 from cache_store.values import ValueStore
 from cache_store.wire import BlobClient
@@ -69,7 +69,7 @@ def server(folder: Path) -> Generator[tuple[dict[str, str], psutil.Process]]:
             *(str(find_binary()), "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(path)),
             *("--dir", str(folder), "--save", "", "--appendonly", "no"),
         ],
-        env=os.environ | KEPT_MEMORY,
+        env=os.environ | KEPT_BLOCKS,
         stdout=subprocess.DEVNULL,
     )
     try:
