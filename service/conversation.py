@@ -17,7 +17,7 @@ Finish = Literal["stop", "length", "tool_calls", "abort"]
 
 
 def mint_call_id() -> str:
-    """A new tool call id: opaque, unguessable (120 bits), over `[A-Za-z0-9_]` so that clients keep it as it is."""
+    """A new tool call id: opaque, unguessable (120 bits), over `[A-Za-z0-9_]` so that clients keep it."""
     return f"call_{secrets.token_hex(15)}"
 
 
