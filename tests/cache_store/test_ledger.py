@@ -294,7 +294,7 @@ async def test_no_acknowledged_turn_is_lost_nor_half_there_after_kill_9(tmp_path
     assert len(acknowledged) > 50
     server.start()
     try:
-        async with ledger_at(server) as ledger:
+        async with ledger_at(server, deadline_s=30.0) as ledger:
             assert await ledger.turns("t", [one.key for one in acknowledged]) == acknowledged
             present = await ledger.turns("t", [one.key for one in attempted])
             digests = await ledger.versions("t", [one.digest for one in attempted])
