@@ -75,7 +75,7 @@ def _call(tool: Mapping[str, Any], parallel: bool, max_string_tokens: int | None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
         raise StructureError(f"{field}.function.name: must be the name of the tool")
-    index: Format = {"type": "regex", "pattern": "[1-9][0-9]*"} if parallel else _text("1")
+    index: Format = {"type": "regex", "pattern": "[1-9][0-9]?"} if parallel else _text("1")
     field = f"{field}.function.parameters"
     parameters = cast("Mapping[str, Any]", function).get("parameters")
     arguments = list(_arguments(parameters, max_string_tokens, field)) if parameters else []
