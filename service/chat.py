@@ -9,9 +9,9 @@ from starlette.responses import Response
 from service.access import Record, record_of
 from service.chat_answer import ChatAnswer, error_body
 from service.chat_request import ChatRequest, read_chat_request
-from service.engine import TokenLogprob
 from service.errors import NotFound, ServiceError
 from service.fields import parse_object
+from service.generation import TokenLogprob
 from service.identity import identify
 from service.runner import Turn, TurnRequest
 from service.stream import DONE, ClientLeft, EventStream, data_event, while_connected

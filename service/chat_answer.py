@@ -13,8 +13,8 @@ from openai.types.chat import ChatCompletion
 from model.tokenizer import K3Tokenizer
 from service.channels import CallArguments, CallEnd, CallStart, ReasoningDelta, TextDelta
 from service.conversation import Completion, Usage
-from service.engine import TokenLogprob
 from service.errors import ServiceError
+from service.generation import TokenLogprob
 from service.reader import Step
 
 

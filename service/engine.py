@@ -10,14 +10,15 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 
 import httpx
 import orjson
 
-from service.errors import EngineFailed, EngineOverloaded, EngineUnavailable, InvalidRequest, ServiceError
+from service.errors import EngineFailed, EngineUnavailable, ServiceError
+from service.generation import Chunk, Generation, read_chunk, refusal
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,6 @@ _KEEP_ALIVE_S: Final = 3.0
 _GIVEN_UP: Final = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 _REQUEST_SLACK_TOKENS: Final = 5
 """`max_req_input_len` is the longest request minus this (managers/tp_worker.py)."""
-
-StopKind = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,52 +48,6 @@ class EngineInfo:
 
     def __post_init__(self) -> None:
         assert 0 < self.max_prompt_tokens < self.max_request_tokens <= self.context_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One request to `/generate`. `ids` are the prompt, `sampling` SGLang's `sampling_params`."""
-
-    rid: str
-    ids: Sequence[int]
-    sampling: Mapping[str, Any]
-    cache_salt: str
-    top_logprobs: int | None = None
-
-    def body(self) -> bytes:
-        """The JSON body."""
-        body: dict[str, Any] = {
-            "rid": self.rid,
-            "input_ids": self.ids,
-            "sampling_params": self.sampling,
-            "cache_salt": self.cache_salt,
-            "stream": True,
-        }
-        if self.top_logprobs is not None:
-            body["return_logprob"] = True
-            body["top_logprobs_num"] = self.top_logprobs
-        return orjson.dumps(body)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A sampled token's log probability, and the likeliest tokens at its place as (id, logprob)."""
-
-    id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """What one event of the stream brings: new ids, and the end when `stop` is set."""
-
-    ids: list[int]
-    stop: StopKind | None = None
-    cached_device_tokens: int = 0
-    cached_host_tokens: int = 0
-    cached_storage_tokens: int = 0
-    logprobs: tuple[TokenLogprob, ...] = field(default=())
 
 
 class Engine:
@@ -196,7 +149,7 @@ class Engine:
         try:
             async with aclosing(self._events(generation)) as events:
                 async for event in events:
-                    chunk = _read_chunk(event)
+                    chunk = read_chunk(event)
                     ended = chunk.stop is not None
                     yield chunk
                     if ended:
@@ -222,7 +175,7 @@ class Engine:
                 ) as answer:
                     started = True
                     if answer.status_code != 200:
-                        raise _refusal(answer.status_code, (await answer.aread()).decode(errors="replace"))
+                        raise refusal(answer.status_code, (await answer.aread()).decode(errors="replace"))
                     async with aclosing(_server_sent_events(answer)) as events:
                         async for event in events:
                             yield event
@@ -281,62 +234,3 @@ async def _server_sent_events(answer: httpx.Response) -> AsyncGenerator[dict[str
             except ValueError:
                 log.error("the engine's stream holds what is not JSON")
                 raise EngineFailed from None
-
-
-def _read_chunk(event: Mapping[str, Any]) -> Chunk:
-    if (error := event.get("error")) is not None:
-        code = error.get("code") if isinstance(error, dict) else None  # pyright: ignore[reportUnknownMemberType]
-        raise _refusal(code if isinstance(code, int) else 500, str(error))  # pyright: ignore[reportUnknownArgumentType]
-    try:
-        meta = event["meta_info"]
-        finish = meta["finish_reason"]
-        details = meta.get("cached_tokens_details") or {"device": meta.get("cached_tokens", 0)}
-        chunk = Chunk(
-            ids=list(event["output_ids"]),
-            stop=None if finish is None else _stop_kind(finish),
-            cached_device_tokens=int(details.get("device", 0)),
-            cached_host_tokens=int(details.get("host", 0)),
-            cached_storage_tokens=int(details.get("storage", 0)),
-            logprobs=_read_logprobs(meta),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        log.error("the engine's stream holds an event that is not SGLang's: %r", error)
-        raise EngineFailed from None
-    return chunk
-
-
-def _stop_kind(finish: Mapping[str, Any]) -> StopKind:
-    match finish["type"]:
-        case "length":
-            return "length"
-        case "stop" if finish.get("matched") != "NaN happened":
-            return "stop"
-        case "abort":
-            raise _refusal(finish.get("status_code") or 500, str(finish.get("message")))
-        case kind:
-            log.error("the engine ended a turn with %r: %r", kind, finish.get("matched"))
-            raise EngineFailed
-
-
-def _read_logprobs(meta: Mapping[str, Any]) -> tuple[TokenLogprob, ...]:
-    """Read `output_token_logprobs`, [logprob, id, text] a token, and `output_top_logprobs`, lists of such."""
-    sampled: list[Any] = meta.get("output_token_logprobs") or []
-    tops: list[Any] = meta.get("output_top_logprobs") or [()] * len(sampled)
-    return tuple(
-        TokenLogprob(int(token), float(value), tuple((int(i), float(v)) for v, i, _ in top or ()))
-        for (value, token, _), top in zip(sampled, tops, strict=True)
-    )
-
-
-def _refusal(status: int, text: str) -> ServiceError:
-    """The error for what the engine said; its text goes to the log alone."""
-    log.warning("the engine refuses with %d: %.2000s", status, text)
-    if status == 503:
-        return EngineOverloaded() if "queue is full" in text or "priority" in text else EngineUnavailable()
-    if status == 400 and "grammar" in text:
-        return InvalidRequest(
-            "The schema can't be enforced: the engine has no grammar for it. Simplify the tool's parameters "
-            "or the response_format's schema (plain types, enum, required, items).",
-            code="invalid_schema",
-        )
-    return EngineFailed()

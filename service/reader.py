@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from model.tokenizer import K3Tokenizer
 from service.channels import CallEnd, Channel, ChannelEvent, ChannelParser, TextDelta
 from service.conversation import Completion, Usage
-from service.engine import Chunk, StopKind, TokenLogprob
+from service.generation import Chunk, StopKind, TokenLogprob
 from service.sampling import Sampling
 from service.stops import StopMatcher
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from model.tokenizer import K3Tokenizer
 from service.constraint import output_constraint
 from service.conversation import Completion, Conversation, Usage
-from service.engine import Chunk, Engine, Generation
+from service.engine import Engine
 from service.errors import InvalidRequest
+from service.generation import Chunk, Generation
 from service.metrics import Metrics
 from service.reader import MessageReader, Step
 from service.sampling import Sampling, output_room

@@ -7,7 +7,7 @@ import pytest
 from fake_engine import CONTEXT_TOKENS, FakeEngine, abort, event
 
 from model.tokenizer import K3Tokenizer
-from service.engine import Chunk, Engine, Generation, TokenLogprob
+from service.engine import Engine
 from service.errors import (
     EngineError,
     EngineFailed,
@@ -16,6 +16,7 @@ from service.errors import (
     InvalidRequest,
     ServiceError,
 )
+from service.generation import Chunk, Generation, TokenLogprob
 
 LEAK = "/usr/lib/python3/site-packages/sglang/srt/x.py: [1, 2, 3] is wrong"
 

@@ -16,9 +16,9 @@ from fake_engine import listening
 
 from cache_store.servers import RedisServer
 from service.app import build_app
-from service.engine import Generation
 from service.errors import EngineFailed
 from service.gateway import build_service
+from service.generation import Generation
 from service.tenants import Tenant, Tenants
 from service.web import Service
 
