@@ -1,6 +1,7 @@
 """SGLang attention backend over the paged torch attention: absorbed MLA, and the draft's GQA."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +11,15 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from model.cpu.attention import attend
+
+# Below this many tokens a batch runs on one thread: starting and joining a second takes longer than it saves.
+_SPREAD_TOKENS = 256
+
+
+@cache
+def _configured_threads() -> int:
+    """Threads that this process was given; asked first before any batch has changed their number."""
+    return torch.get_num_threads()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +51,12 @@ class CpuAttentionBackend(AttentionBackend):
         self.device = runner.device
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
+        self._threads = _configured_threads()
         self._shape = BatchShape([], [], [])
         self._slots: list[Tensor] | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Read the batch's lengths once for all layers."""
+        """Read the batch's lengths once for all layers, and choose the threads that will run them."""
         size = forward_batch.batch_size
         mode = forward_batch.forward_mode
         keys: list[int] = forward_batch.seq_lens[:size].tolist()
@@ -58,6 +69,7 @@ class CpuAttentionBackend(AttentionBackend):
             queries = forward_batch.extend_seq_lens[:size].tolist()
         self._shape = BatchShape(queries, keys, forward_batch.req_pool_indices[:size].tolist())
         self._slots = None
+        torch.set_num_threads(self._threads if sum(queries) >= _SPREAD_TOKENS else 1)
 
     def _token_slots(self) -> list[Tensor]:
         """Pool slots of each request's tokens, in order.
