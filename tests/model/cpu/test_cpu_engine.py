@@ -79,21 +79,18 @@ def test_a_batch_answers_as_each_request_alone(engine: Engine, reference: Refere
         assert_follows(answer.ids, reference.greedy(ids, 24))
 
 
-@pytest.mark.parametrize(("layout", "io"), [("page_first_direct", "direct"), ("page_first", "kernel")])
 def test_the_host_tier_and_a_file_store_restore(
-    checkpoint: Path,
-    reference: ReferenceModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    layout: str,
-    io: str,
+    checkpoint: Path, reference: ReferenceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under pressure pages come back from the host, after a restart from the files, with the same output."""
+    """Under pressure pages come back from the host, after a restart from the files, with the same output.
+
+    In the layout that the profile does not use: `tests/cache_store/test_restore.py` has the other one.
+    """
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "files"))
     extra = [
         "--enable-hierarchical-cache",
         *("--hicache-size", "1", "--hicache-write-policy", "write_through"),
-        *("--hicache-io-backend", io, "--hicache-mem-layout", layout),
+        *("--hicache-io-backend", "kernel", "--hicache-mem-layout", "page_first"),
         *("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"),
         *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 64}'),
         *("--max-total-tokens", "2048", "--max-mamba-cache-size", "48"),
