@@ -29,7 +29,7 @@ COMMON = """
     after day us may most own very where life world state long little since last still never being old
     under same few house around while high place such again case point need home off great small both
     between part hand number fact head group right left keep side water night line name week body food job
-    word money story book eye issue kind power end among set run move play live hold bring write sit stand
+    word money story book eye kind power end among set run move play live hold bring write sit stand
     lose pay meet learn lead watch stop add open walk win offer love buy wait serve die send build stay
     fall cut reach kill raise pass sell pull break act plan care field rate test system data file code
     list table value key node path text user function return class self import string type error result
