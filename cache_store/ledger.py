@@ -3,6 +3,8 @@
     longhaul:turns:TENANT:t:KEY      a turn (cache_store.turn)
     longhaul:turns:TENANT:d:DIGEST   list of versions, newest first: the turns that end at this visible digest
     longhaul:turns:TENANT:s:SESSION  list of the session's keys, oldest first; SESSION is a digest of its name
+    longhaul:turns:TENANT:r:KEY      what an API keeps beside the turn KEY (cache_store.document)
+    longhaul:secrets:NAME            32 random bytes, made when they are first asked for; they never expire
 
 TENANT is percent-encoded (RFC 3986). A version is 56 bytes: key 16, parent 16 (zeros: none), digest of the
 assistant message's reasoning 8, of the last call ids 8, of the session's name 8.
@@ -20,7 +22,7 @@ import asyncio
 import hashlib
 import secrets
 import struct
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -31,12 +33,14 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from cache_store.document import DocumentFormatError, decode_document, encode_document
 from cache_store.turn import KEY_BYTES, NO_PARENT, Turn, TurnFormatError, decode_turn, encode_turn
 
 VERSIONS_KEPT: Final = 64
 SESSION_TURNS_KEPT: Final = 1024
 _VERSION: Final = struct.Struct("<16s16s8s8s8s")
 _CONNECTIONS: Final = 64
+SECRET_BYTES: Final = 32
 
 
 class LedgerUnavailable(Exception):
@@ -143,6 +147,47 @@ class Ledger:
             return False
         return True
 
+    async def put_document(
+        self, tenant: str, key: str, document: Mapping[str, Any], path: Sequence[str] = ()
+    ) -> bool:
+        """Keep a document beside a turn; True once Redis has acknowledged it. `path`: keys to renew."""
+        prefix = _prefix(tenant)
+        data = encode_document(key, document)
+        try:
+            async with _faults(self._write_deadline_s), self._redis.pipeline(transaction=True) as pipe:
+                pipe.set(f"{prefix}r:{key}", data, ex=self.ttl_s)
+                for ancestor in path:
+                    pipe.expire(f"{prefix}r:{ancestor}", self.ttl_s)
+                await pipe.execute()
+        except LedgerUnavailable:
+            return False
+        return True
+
+    async def documents(self, tenant: str, keys: Sequence[str]) -> list[dict[str, Any] | None]:
+        """The documents beside these turns, None for each that is gone or damaged; one round trip."""
+        if not keys:
+            return []
+        prefix = _prefix(tenant)
+        async with _faults(self._deadline_s):
+            stored = cast("list[bytes | None]", await self._redis.mget([f"{prefix}r:{key}" for key in keys]))
+        return [_decode_document(key, data) for key, data in zip(keys, stored, strict=True)]
+
+    async def delete_document(self, tenant: str, key: str) -> bool:
+        """Erase the document beside the turn `key`; whether there was one."""
+        async with _faults(self._write_deadline_s):
+            return bool(await cast("Any", self._redis.delete(f"{_prefix(tenant)}r:{key}")))
+
+    async def secret(self, name: str) -> bytes:
+        """The secret of that name: `SECRET_BYTES` random bytes, the same for every gateway on this ledger."""
+        key = f"longhaul:secrets:{name}"
+        async with _faults(self._deadline_s), self._redis.pipeline(transaction=True) as pipe:
+            pipe.set(key, secrets.token_bytes(SECRET_BYTES), nx=True)
+            pipe.get(key)
+            _, secret = cast("tuple[object, bytes | None]", await pipe.execute())
+        if secret is None or len(secret) != SECRET_BYTES:
+            raise LedgerUnavailable(f"{key} does not hold {SECRET_BYTES} bytes")
+        return secret
+
     def _list(self, pipe: Any, name: str, entry: bytes, *, newest_first: bool) -> None:
         if newest_first:
             pipe.lpush(name, entry)
@@ -191,4 +236,13 @@ def _decode(key: str, data: bytes | None) -> Turn | None:
     try:
         return decode_turn(key, data)
     except TurnFormatError:
+        return None
+
+
+def _decode_document(key: str, data: bytes | None) -> dict[str, Any] | None:
+    if data is None:
+        return None
+    try:
+        return decode_document(key, data)
+    except DocumentFormatError:
         return None

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 import redis
 
-from cache_store.ledger import SESSION_TURNS_KEPT, VERSIONS_KEPT, Ledger, LedgerUnavailable, Version, new_key
+from cache_store.ledger import (
+    SECRET_BYTES,
+    SESSION_TURNS_KEPT,
+    VERSIONS_KEPT,
+    Ledger,
+    LedgerUnavailable,
+    Version,
+    new_key,
+)
 from cache_store.servers import RedisServer, Role
 from cache_store.turn import DIGEST_BYTES, MARK_BYTES, SHORT_BYTES, Turn
 
@@ -306,3 +314,32 @@ async def test_no_acknowledged_turn_is_lost_nor_half_there_after_kill_9(tmp_path
             assert len({one.key for one in listed}) == len(listed) == min(complete, SESSION_TURNS_KEPT)
     finally:
         server.stop()
+
+
+async def test_documents_are_kept_beside_turns(server: RedisServer) -> None:
+    async with ledger_at(server) as ledger:
+        key, other = new_key(), new_key()
+        assert await ledger.put_document("a", key, {"text": "é" * 1000})
+        assert await ledger.documents("a", [other, key]) == [None, {"text": "é" * 1000}]
+        assert await ledger.documents("b", [key]) == [None]
+        with redis_at(server) as client:
+            name = f"longhaul:turns:a:r:{key}"
+            assert 0 < client.ttl(name) <= ledger.ttl_s  # type: ignore[operator]
+            client.expire(name, 100)
+            assert await ledger.put_document("a", other, {}, path=[key])
+            assert client.ttl(name) > 100  # type: ignore[operator]
+            stored = client.get(name)
+            assert isinstance(stored, bytes)
+            client.set(f"longhaul:turns:a:r:{other}", stored)  # of another key
+            client.set(name, stored[:-1] + bytes([stored[-1] ^ 1]))
+        assert await ledger.documents("a", [key, other]) == [None, None]
+        assert await ledger.delete_document("a", key)
+        assert not await ledger.delete_document("a", key)
+
+
+async def test_a_secret_is_made_once(server: RedisServer) -> None:
+    async with ledger_at(server) as one, ledger_at(server) as two:
+        made = await asyncio.gather(one.secret("x"), two.secret("x"))
+        assert made[0] == made[1]
+        assert len(made[0]) == SECRET_BYTES
+        assert await one.secret("y") != made[0]
