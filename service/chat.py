@@ -10,11 +10,12 @@ from service.access import Record, record_of
 from service.chat_answer import ChatAnswer, error_body
 from service.chat_request import ChatRequest, read_chat_request
 from service.errors import NotFound, ServiceError
+from service.exchange import start_turn, streamed_answer, whole_answer
 from service.fields import parse_object
 from service.generation import TokenLogprob
 from service.identity import identify
 from service.runner import Turn, TurnRequest
-from service.stream import DONE, ClientLeft, EventStream, data_event, while_connected
+from service.stream import DONE, data_event
 from service.web import JsonResponse, authenticate, read_body, service_of, turn_headers
 
 
@@ -41,34 +42,14 @@ async def chat_completions(request: Request) -> Response:
         sampling=chat.sampling,
         single_call=chat.single_call,
     )
-    turn = await while_connected(request.receive, service.runner.start(turn_request))
-    record.turn, record.parent = turn.prompt.turn, turn.prompt.parent
-    record.prompt_tokens = len(turn.prompt.ids)
-    record.continued_tokens = turn.prompt.continued_tokens
+    turn = await start_turn(request, turn_request)
     answer = ChatAnswer(
         f"chatcmpl-{secrets.token_hex(12)}", served, service.tokenizer, include_usage=chat.include_usage
     )
-    headers = turn_headers(turn.prompt)
     if chat.stream:
-        return EventStream(
-            _events(turn, answer, record),
-            headers=headers,
-            ping_interval_s=service.ping_interval_s,
-            stall_s=service.stall_s,
-            closed=lambda cause: _close(turn, record, cause),
-        )
-    cause = "shutdown"
-    try:
-        body = await while_connected(request.receive, _whole(turn, chat, answer))
-    except ClientLeft:
-        cause = "client"
-        raise
-    except ServiceError:
-        cause = "engine"
-        raise
-    finally:
-        await _close(turn, record, cause)
-    return JsonResponse(body, headers=headers)
+        return streamed_answer(request, turn, _events(turn, answer, record))
+    body = await whole_answer(request, turn, _whole(turn, chat, answer))
+    return JsonResponse(body, headers=turn_headers(turn.prompt))
 
 
 async def _whole(turn: Turn, chat: ChatRequest, answer: ChatAnswer) -> dict[str, object]:
@@ -91,13 +72,3 @@ async def _events(turn: Turn, answer: ChatAnswer, record: Record) -> AsyncGenera
         return
     assert turn.completion is not None, "the steps end with the completion"
     yield b"".join(data_event(chunk) for chunk in answer.last_chunks(turn.completion)) + DONE
-
-
-async def _close(turn: Turn, record: Record, cause: str) -> None:
-    await turn.close(cause)
-    record.ttft_s = turn.ttft_s
-    if (completion := turn.completion) is None:
-        return
-    record.finish, record.recorded = completion.finish, turn.recorded
-    record.cached_tokens = completion.usage.cached_tokens
-    record.completion_tokens = completion.usage.completion_tokens
