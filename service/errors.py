@@ -64,6 +64,8 @@ class ContextTooLong(InvalidRequest):
             param="messages",
             code="context_length_exceeded",
         )
+        self.context_tokens = context_tokens
+        self.prompt_tokens = prompt_tokens
 
 
 class BodyTooLarge(InvalidRequest):

@@ -37,9 +37,11 @@ class MessageReader:
         self._markers = frozenset(tokenizer.markup.values())
         self._undecided: list[TokenLogprob] = []
         self._text: list[str] = []
+        self._sampled_tokens = 0
 
     def feed(self, chunk: Chunk) -> Step:
         """Read the chunk's ids. What follows the end of the message within the chunk is left out."""
+        self._sampled_tokens += len(chunk.ids)
         if self._stops is None and not self._single_call and not self._with_logprobs:
             return Step(self._parser.feed(chunk.ids))
         step = Step()
@@ -59,6 +61,16 @@ class MessageReader:
             self._text.append(held)
             step.events.append(TextDelta(held))
         return step
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the message."""
+        return None if self._stops is None else self._stops.matched
+
+    @property
+    def sampled_tokens(self) -> int:
+        """How many ids were fed."""
+        return self._sampled_tokens
 
     def completion(self, stop: StopKind, usage: Usage) -> Completion:
         """The whole message, its ids exactly as sampled, and `usage` completed by the counts of its tokens.

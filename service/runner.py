@@ -42,7 +42,8 @@ class TurnRequest:
 class Turn:
     """One turn under way: an iterator over its steps.
 
-    `completion` and `recorded` (the ledger has acknowledged it) are there when the iteration has ended.
+    `completion` and `recorded` (the ledger has acknowledged it) are there when the iteration has ended,
+    `usage`, as far as it is known, with the first step.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Turn:
     ) -> None:
         self.prompt = prompt
         self.completion: Completion | None = None
+        self.usage = Usage(prompt_tokens=len(prompt.ids))
         self.recorded = False
         self.ttft_s: float | None = None
         self._reader = reader
@@ -70,6 +72,11 @@ class Turn:
 
     def __aiter__(self) -> AsyncIterator[Step]:
         return self._steps
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the message."""
+        return self._reader.stop_string
 
     async def begin(self, grace_s: float) -> None:
         """Wait for the engine's first chunk, at most for the grace. Raises the engine's refusal."""
@@ -96,20 +103,23 @@ class Turn:
             self.ttft_s = time.monotonic() - self._started_at
             self._runner.metrics.ttft.observe(self.ttft_s)
             while True:
+                self.usage = self._usage(chunk)
                 yield self._reader.feed(chunk)
                 if chunk.stop is not None or self._reader.ended:
                     break
                 chunk = await anext(chunks)
         yield self._reader.finish()
-        usage = Usage(
+        completion = self._reader.completion(chunk.stop or "stop", self.usage)
+        self.recorded = await self._runner.record(self._request.tenant, self.prompt, completion)
+        self.completion = completion
+
+    def _usage(self, chunk: Chunk) -> Usage:
+        return Usage(
             prompt_tokens=len(self.prompt.ids),
             cached_device_tokens=chunk.cached_device_tokens,
             cached_host_tokens=chunk.cached_host_tokens,
             cached_storage_tokens=chunk.cached_storage_tokens,
         )
-        completion = self._reader.completion(chunk.stop or "stop", usage)
-        self.recorded = await self._runner.record(self._request.tenant, self.prompt, completion)
-        self.completion = completion
 
 
 class TurnRunner:
@@ -178,6 +188,10 @@ class TurnRunner:
             raise
         return turn
 
+    async def count(self, request: TurnRequest) -> int:
+        """How many tokens the prompt has that `start` would send. Raises InvalidRequest."""
+        return len((await self._assemble(request)).ids)
+
     async def record(self, tenant: Tenant, prompt: Prompt, completion: Completion) -> bool:
         """Record a turn and count it; whether the ledger has acknowledged it."""
         started_at = time.monotonic()
@@ -190,10 +204,13 @@ class TurnRunner:
 
     async def _prepare(self, request: TurnRequest) -> Prompt:
         started_at = time.monotonic()
-        try:
-            prompt = await self._turns.prepare(request.tenant.name, request.session, request.conversation)
-        except ValueError as error:
-            raise InvalidRequest(str(error), param=getattr(error, "field", None)) from None
+        prompt = await self._assemble(request)
         self.metrics.prepare.observe(time.monotonic() - started_at)
         self.metrics.count_prompt(prompt)
         return prompt
+
+    async def _assemble(self, request: TurnRequest) -> Prompt:
+        try:
+            return await self._turns.prepare(request.tenant.name, request.session, request.conversation)
+        except ValueError as error:
+            raise InvalidRequest(str(error), param=getattr(error, "field", None)) from None

@@ -78,10 +78,13 @@ def output_room(
     return max_request_tokens - prompt_tokens - 1
 
 
-def read_sampling(fields: Fields, defaults: Mapping[str, float], vocabulary: int) -> Sampling:
+def read_sampling(
+    fields: Fields, defaults: Mapping[str, float], vocabulary: int, *, stops: str = "stop"
+) -> Sampling:
     """Read the sampling fields that Chat Completions and its dialects share. Raises InvalidRequest.
 
-    Beyond OpenAI's: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`.
+    Beyond OpenAI's: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`. `stops` is the
+    name of the field that holds the stop strings.
     """
     given = {
         "temperature": fields.number("temperature", 0, 2),
@@ -101,7 +104,7 @@ def read_sampling(fields: Fields, defaults: Mapping[str, float], vocabulary: int
         max_tokens=max_tokens if max_completion_tokens is None else max_completion_tokens,
         min_tokens=fields.integer("min_tokens", 0, _INT64) or 0,
         ignore_eos=fields.boolean("ignore_eos") or False,
-        stops=_stops(fields),
+        stops=_stops(fields, stops),
         top_logprobs=_top_logprobs(fields),
     )
 
@@ -111,13 +114,13 @@ def _top_k(fields: Fields) -> int | None:
     return -1 if top_k == 0 else top_k  # both spellings of "all of them" are in use
 
 
-def _stops(fields: Fields) -> tuple[str, ...]:
-    stop = fields.values.get("stop")
-    stops = [stop] if isinstance(stop, str) else fields.strings("stop")
+def _stops(fields: Fields, name: str) -> tuple[str, ...]:
+    stop = fields.values.get(name)
+    stops = [stop] if isinstance(stop, str) else fields.strings(name)
     if len(stops) > MAX_STOPS:
-        raise fields.error("stop", f"at most {MAX_STOPS} stop strings are taken, not {len(stops)}.")
+        raise fields.error(name, f"at most {MAX_STOPS} stop strings are taken, not {len(stops)}.")
     if not all(stops):
-        raise fields.error("stop", "a stop string must not be empty: leave it out.")
+        raise fields.error(name, "a stop string must not be empty: leave it out.")
     return tuple(stops)
 
 

@@ -27,6 +27,11 @@ def data_event(document: object) -> bytes:
     return b"data: " + orjson.dumps(document) + b"\n\n"
 
 
+def named_event(document: Mapping[str, Any]) -> bytes:
+    """One event that carries a JSON document, under the name that the document has for its type."""
+    return b"event: " + document["type"].encode() + b"\n" + data_event(document)
+
+
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Do the work, unless the client leaves first: then it is cancelled and ClientLeft is raised.
 
@@ -71,8 +76,10 @@ class EventStream(Response):
         ping_interval_s: float,
         stall_s: float,
         closed: Callable[[str], Awaitable[None]],
+        ping: bytes = PING,
     ) -> None:
         self._events = events
+        self._ping_event = ping
         self._stall_s = stall_s
         self._ping_interval_s = ping_interval_s
         self._closed = closed
@@ -113,7 +120,7 @@ class EventStream(Response):
             if silent_s < self._ping_interval_s:
                 await asyncio.sleep(self._ping_interval_s - silent_s)
             else:
-                await self._send(send, PING)
+                await self._send(send, self._ping_event)
 
     async def _send(self, send: Send, body: bytes) -> None:
         try:
