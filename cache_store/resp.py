@@ -97,6 +97,10 @@ class Connection:
         ttl = b"%d" % ttl_ms
         return self._integers([_command(b"PEXPIRE", key, ttl) for key in keys])
 
+    def integers(self, commands: Sequence[Sequence[bytes]]) -> list[int]:
+        """The replies to commands that answer with an integer, such as `PTTL` or `SADD`, pipelined."""
+        return self._integers([_command(*words) for words in commands])
+
     def unlink(self, keys: Sequence[bytes]) -> list[int]:
         """Remove each key; 1 for each that existed."""
         return self._integers([_command(b"UNLINK", key) for key in keys])
@@ -122,16 +126,16 @@ class Connection:
             yield status
 
     def write(
-        self, items: Sequence[tuple[bytes, Sequence[Buffer]]], ttl_ms: int
+        self, items: Sequence[tuple[bytes, Sequence[Buffer]]], ttl_ms: int | Sequence[int]
     ) -> list[ServerRefused | None]:
-        """Set each key to the concatenation of its buffers, to live for `ttl_ms`.
+        """Set each key to the concatenation of its buffers, to live for `ttl_ms` (for all, or of each).
 
         Returns for each key, in order, the error that the server answered with, or None.
         """
-        tail = b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(b"%d" % ttl_ms), ttl_ms)
+        lives = [ttl_ms] * len(items) if isinstance(ttl_ms, int) else ttl_ms
         pending: list[Buffer] = []
         pending_bytes = commands = 0
-        for key, buffers in items:
+        for (key, buffers), life_ms in zip(items, lives, strict=True):
             size = sum(map(len, buffers))
             pending.append(b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, size))
             for buffer in buffers:
@@ -140,7 +144,7 @@ class Connection:
                 if len(pending) >= _SEND_BUFFERS:
                     self._send(pending, 0)
                     pending = []
-            pending.append(tail)
+            pending.append(b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(b"%d" % life_ms), life_ms))
             commands += 1
             pending_bytes += size
             if pending_bytes >= _SEND_BYTES:
@@ -178,7 +182,7 @@ class Connection:
         return [self._integer(line) for line in text[:-2].split(b"\r\n")]
 
     def _integer(self, line: bytes) -> int:
-        if line.startswith(b":") and line[1:].isdigit():
+        if line.startswith(b":") and line[1:].removeprefix(b"-").isdigit():
             return int(line[1:])
         if line.startswith(b"-WRONGTYPE"):
             return -1

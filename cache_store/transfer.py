@@ -6,15 +6,12 @@ they fill. What they find wrong with stored bytes, or what the server refuses to
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 
-from cache_store import format
+from cache_store import format, life
 from cache_store.format import HEADER_BYTES, Segments, ValueId
+from cache_store.life import CHUNK_TTL_MARGIN_MS, Life
 from cache_store.resp import Connection, Status
 from cache_store.stream import Buffer, ServerRefused
-
-# Chunks outlive the manifest that names them.
-CHUNK_TTL_MARGIN_MS = 60_000
 
 Report = Callable[[str, object], None]
 """Takes the kind of a fault and its details."""
@@ -39,13 +36,13 @@ def read(
     values: Sequence[ValueId],
     targets: Sequence[Segments],
     done: list[bool],
-    ttl_ms: int,
+    life_ms: Life,
     report: Report,
 ) -> None:
     """Read each payload into its target and set `done` where every byte was checked.
 
-    What was read gets another `ttl_ms` to live; what is damaged is removed, so that the next lookup does not
-    promise it again.
+    What was read lives for another `life_ms` at least; what is damaged is removed, so that the next lookup
+    does not promise it again.
     """
     remains: list[bytes] = []
     whole = [i for i, value in enumerate(values) if value.is_whole]
@@ -60,8 +57,9 @@ def read(
             remains.append(values[i].key)
             report("damaged", values[i].key)
     chunks = _read_chunked(connection, values, targets, done, remains, report)
-    connection.expire([value.key for value, ok in zip(values, done, strict=True) if ok], ttl_ms)
-    connection.expire(chunks, ttl_ms + CHUNK_TTL_MARGIN_MS)
+    lives = life.each(life_ms, len(values))
+    read = [i for i, ok in enumerate(done) if ok]
+    life.prolong(connection, [values[i] for i in read], [lives[i] for i in read], chunks)
     connection.unlink(remains)
 
 
@@ -70,22 +68,25 @@ def write(
     values: Sequence[ValueId],
     payloads: Sequence[Segments],
     done: list[bool],
-    ttl_ms: int,
+    life_ms: Life,
     report: Report,
 ) -> None:
     """Write each value that is not there, prolong the life of each that is, and set `done` for both."""
+    lives = life.each(life_ms, len(values))
     held = find(connection, [value.key for value in values], [value.record_bytes for value in values])
     for i, value in enumerate(values):
         done[i] = held[i]
         if not held[i] and not value.is_whole:
-            done[i] = _write_chunked(connection, value, payloads[i], ttl_ms, report)
+            done[i] = _write_chunked(connection, value, payloads[i], lives[i], report)
     absent = [i for i, value in enumerate(values) if not held[i] and value.is_whole]
     outcomes = connection.write(
-        [(values[i].key, [format.whole_header(values[i], payloads[i]), *payloads[i]]) for i in absent], ttl_ms
+        [(values[i].key, [format.whole_header(values[i], payloads[i]), *payloads[i]]) for i in absent],
+        [lives[i] for i in absent],
     )
     for i, refused in zip(absent, outcomes, strict=True):
         done[i] = _stored(refused, report)
-    _prolong(connection, [value for value, there in zip(values, held, strict=True) if there], ttl_ms)
+    there = [i for i, ok in enumerate(held) if ok]
+    life.prolong(connection, [values[i] for i in there], [lives[i] for i in there])
 
 
 def _read_records(
@@ -114,12 +115,12 @@ def _read_chunked(
     done: list[bool],
     remains: list[bytes],
     report: Report,
-) -> list[bytes]:
+) -> dict[bytes, list[bytes]]:
     """Read the values that have manifests; returns the keys of the chunks of those that are intact."""
     chunked = [i for i, value in enumerate(values) if not value.is_whole]
     records = [bytearray(values[i].record_bytes) for i in chunked]
     statuses = connection.read([values[i].key for i in chunked], [[memoryview(r)] for r in records])
-    kept: list[bytes] = []
+    kept: dict[bytes, list[bytes]] = {}
     for i, record, status in zip(chunked, records, list(statuses), strict=True):
         value = values[i]
         if status is Status.MISSING:
@@ -128,7 +129,7 @@ def _read_chunked(
         keys = format.chunk_keys(value, digests) if digests is not None else []
         if digests is not None and _read_chunks(connection, value, keys, digests, targets[i]):
             done[i] = True
-            kept += keys
+            kept[value.key] = keys
         else:
             remains += [value.key, *keys]
             report("damaged", value.key)
@@ -150,7 +151,7 @@ def _read_chunks(
 
 
 def _write_chunked(
-    connection: Connection, value: ValueId, payload: Segments, ttl_ms: int, report: Report
+    connection: Connection, value: ValueId, payload: Segments, life_ms: int, report: Report
 ) -> bool:
     parts = format.cut(payload)
     digests = [format.digest(part) for part in parts]
@@ -158,27 +159,12 @@ def _write_chunked(
         (key, [format.chunk_header(value, index, digests[index]), *parts[index]])
         for index, key in enumerate(format.chunk_keys(value, digests))
     ]
-    outcomes = connection.write(items, ttl_ms + CHUNK_TTL_MARGIN_MS)
+    outcomes = connection.write(items, life_ms + CHUNK_TTL_MARGIN_MS)
     stored = [_stored(refused, report) for refused in outcomes]
     if not all(stored):
         return False
     # The commit point: nobody sees the value before, and all of it is there.
-    return _stored(connection.write([(value.key, [format.manifest(value, digests)])], ttl_ms)[0], report)
-
-
-def _prolong(connection: Connection, values: Sequence[ValueId], ttl_ms: int) -> None:
-    chunked = [value for value in values if not value.is_whole]
-    records = [bytearray(value.record_bytes) for value in chunked]
-    statuses = list(connection.read([value.key for value in chunked], [[memoryview(r)] for r in records]))
-    digests = [
-        format.read_manifest(value, record) if status is Status.READ else None
-        for value, record, status in zip(chunked, records, statuses, strict=True)
-    ]
-    chunks = chain.from_iterable(
-        format.chunk_keys(value, found) for value, found in zip(chunked, digests, strict=True) if found
-    )
-    connection.expire(list(chunks), ttl_ms + CHUNK_TTL_MARGIN_MS)
-    connection.expire([value.key for value in values], ttl_ms)
+    return _stored(connection.write([(value.key, [format.manifest(value, digests)])], life_ms)[0], report)
 
 
 def _stored(refused: ServerRefused | None, report: Report) -> bool:

@@ -14,9 +14,10 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cache_store import metrics, transfer
+from cache_store import life, metrics, transfer
 from cache_store.breaker import Breaker, State
 from cache_store.format import Segments, ValueId
+from cache_store.life import Life
 from cache_store.options import StoreOptions
 from cache_store.resp import Connection
 from cache_store.retries import RetryQueue
@@ -68,35 +69,66 @@ class ValueStore:
         return found
 
     def fetch(
-        self, values: Sequence[ValueId], targets: Sequence[Segments], pool: str, ttl_ms: int
+        self, values: Sequence[ValueId], targets: Sequence[Segments], pool: str, life_ms: Life
     ) -> list[bool]:
         """Read each value's payload into its target, the views of which together have its length.
 
         True for each payload that is now in its target, checked to the last byte. Of a target whose value
-        is False the content is undefined. What was read lives for another `ttl_ms`.
+        is False the content is undefined. What was read lives for another `life_ms` at least.
         """
         done = [False] * len(values)
-        self._call("read", lambda c: transfer.read(c, values, targets, done, ttl_ms, self.faults.count))
+        self._call("read", lambda c: transfer.read(c, values, targets, done, life_ms, self.faults.count))
         _count("read", values, done, pool)
         return done
 
     def put(
-        self, values: Sequence[ValueId], payloads: Sequence[Segments], pool: str, ttl_ms: int
+        self, values: Sequence[ValueId], payloads: Sequence[Segments], pool: str, life_ms: Life
     ) -> list[bool]:
-        """Write each value that is not there yet, to live for `ttl_ms`; those that are live as much longer.
+        """Write each value that is not there yet, to live for `life_ms`; those that are, as long at least.
 
         True for each value that is stored, or will be: a write that failed is copied and retried. False
         when there is no room to remember it.
         """
-        done = self._put("write", values, payloads, pool, ttl_ms)
+        done = self._put("write", values, payloads, pool, life_ms)
         if all(done):
             return done
         kept = [
-            ok or self._retries.offer(value, payload, pool, ttl_ms)
-            for ok, value, payload in zip(done, values, payloads, strict=True)
+            ok or self._retries.offer(value, payload, pool, life_ms)
+            for ok, value, payload, life_ms in zip(
+                done, values, payloads, life.each(life_ms, len(values)), strict=True
+            )
         ]
         self._wake.set()
         return kept
+
+    def prolong(self, values: Sequence[ValueId], life_ms: Life) -> None:
+        """Let each value that exists live for `life_ms` at least."""
+        self._call("prolong", lambda c: life.prolong(c, values, life_ms))
+
+    def shorten(self, values: Sequence[ValueId], life_ms: Life) -> int:
+        """Let each value that exists live for `life_ms` at most; returns how many would have lived longer."""
+        count = 0
+
+        def work(connection: Connection) -> None:
+            nonlocal count
+            count = life.shorten(connection, values, life_ms)
+
+        self._call("shorten", work)
+        return count
+
+    def integers(self, commands: Sequence[Sequence[bytes]]) -> list[int] | None:
+        """The replies to commands that answer with an integer, in one round trip; None after a fault.
+
+        The second word of each command is its key.
+        """
+        replies: list[int] | None = None
+
+        def work(connection: Connection) -> None:
+            nonlocal replies
+            replies = connection.integers(commands)
+
+        self._call("bookkeeping", work)
+        return replies
 
     def clear(self, prefix: bytes) -> bool:
         """Remove every key that begins with `prefix`; False if the server failed on the way.
@@ -133,10 +165,10 @@ class ValueStore:
         self._client.close()
 
     def _put(
-        self, call: str, values: Sequence[ValueId], payloads: Sequence[Segments], pool: str, ttl_ms: int
+        self, call: str, values: Sequence[ValueId], payloads: Sequence[Segments], pool: str, life_ms: Life
     ) -> list[bool]:
         done = [False] * len(values)
-        self._call(call, lambda c: transfer.write(c, values, payloads, done, ttl_ms, self.faults.count))
+        self._call(call, lambda c: transfer.write(c, values, payloads, done, life_ms, self.faults.count))
         _count("written", values, done, pool)
         return done
 

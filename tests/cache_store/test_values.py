@@ -453,3 +453,45 @@ def test_random_order_under_random_faults_is_never_wrong(redis_process: RedisPro
     assert not any(thread.is_alive() for thread in threads)
     assert wrong == []
     store.close()
+
+
+@pytest.mark.parametrize("length", [1000, 2 * CHUNK_BYTES + 5])
+def test_use_never_shortens_a_life(store: ValueStore, redis_process: RedisProcess, length: int):
+    sample, server = Sample(2, length), redis_process.client()
+    sample.put(store)
+    for key in server.scan_iter():
+        server.pexpire(key, 100 * TTL_MS)
+    assert sample.fetch(store) == sample.put(store) == [True, True]
+    assert all(server.pttl(key) > 50 * TTL_MS for key in server.scan_iter())
+
+
+@pytest.mark.parametrize("length", [1000, 2 * CHUNK_BYTES + 5])
+def test_a_life_is_shortened_with_all_its_chunks(store: ValueStore, redis_process: RedisProcess, length: int):
+    sample, server = Sample(3, length), redis_process.client()
+    sample.put(store)
+    assert store.shorten(sample.values[:2], [5_000, 2 * TTL_MS]) == 1
+    left = {key: server.pttl(key) for key in server.scan_iter()}
+    assert all((ttl <= 65_000) == key.startswith(b"v0") for key, ttl in left.items())
+    assert all(ttl > 5_000 for key, ttl in left.items() if key != b"v0")
+    # What is not there stays away.
+    assert store.shorten(Sample(1, length, name="none").values, 1) == 0
+    store.prolong(sample.values, TTL_MS)
+    assert all(server.pttl(key) > TTL_MS - 60_000 for key in server.scan_iter())
+
+
+def test_each_value_has_its_own_life(store: ValueStore, redis_process: RedisProcess):
+    sample, server = Sample(3, 1000), redis_process.client()
+    store.put(sample.values, [[memoryview(p)] for p in sample.payloads], "kv", [100_000, 200_000, 300_000])
+    assert [round(server.pttl(b"v%d" % i) / 1e5) for i in range(3)] == [1, 2, 3]
+
+
+def test_bookkeeping_is_one_round_trip_or_nothing(hasty: ValueStore, redis_process: RedisProcess):
+    assert hasty.integers([(b"SADD", b"s", b"7"), (b"SCARD", b"s"), (b"PTTL", b"s"), (b"PTTL", b"n")]) == [
+        1,
+        1,
+        -1,
+        -2,
+    ]
+    assert hasty.integers([]) == []
+    redis_process.kill()
+    assert hasty.integers([(b"SCARD", b"s")]) is None
