@@ -3,10 +3,12 @@
 A turn is proved by its visible digest, which covers everything before it. Of several turns under one digest
 (the same turn asked twice, with equal visible answers) the order of trial is:
 
-1. those whose reasoning, for the last message, is what the client sent;
-2. those whose call ids the client sent back;
-3. those of the client's session;
-4. the newest.
+1. the one that the last message names (`turn`, which a signature gave), even where newer ones have pushed it
+   out of the digest's list;
+2. those whose reasoning, for the last message, is what the client sent;
+3. those whose call ids the client sent back;
+4. those of the client's session;
+5. the newest.
 
 A path is then followed from its root, and ends before the first turn that is gone, or whose reasoning is not
 that of the client's message (white space aside; a client that sends none agrees with any). From there on the
@@ -21,7 +23,7 @@ from cache_store.ledger import Ledger, LedgerUnavailable, Version
 from cache_store.turn import Turn
 from service import marks
 from service.conversation import Message
-from service.digest import NO_REASONING, Chain, call_ids_digest, label_digest
+from service.digest import NO_REASONING, SHORT_BYTES, Chain, call_ids_digest, label_digest
 
 _TRIALS: Final = 4
 _NOT_RECORDED: Final = "messages[{}] (assistant): not a recorded turn"
@@ -68,6 +70,7 @@ class AncestorSearch:
         for end, versions in zip(deepest_first, found, strict=True):
             if best is not None and end <= best.messages:
                 break
+            versions = await self._with_named(end, versions, parents)
             for version in self._by_preference(end, versions)[: _TRIALS - trials]:
                 trials += 1
                 ancestry = await self._follow(version.key, parents)
@@ -80,15 +83,39 @@ class AncestorSearch:
             return Ancestry(best.path, await self._explain(best))
         return best
 
+    async def _with_named(
+        self, end: int, versions: list[Version], parents: dict[str, str | None]
+    ) -> list[Version]:
+        """The versions at a digest, and the turn that the message names if it ends there, too."""
+        named = self._messages[end - 1].get("turn")
+        if named is None or any(version.key == named for version in versions):
+            return versions
+        await self._load([named])
+        turn = self._loaded[named]
+        if turn is None or turn.digest != self._chain.digests[end]:
+            return versions
+        parents[turn.key] = turn.parent
+        unknown = bytes(SHORT_BYTES)
+        return [
+            Version(turn.key, turn.parent, marks.reasoning_of(turn.marks[-1]), unknown, unknown),
+            *versions,
+        ]
+
     def _by_preference(self, end: int, versions: Sequence[Version]) -> list[Version]:
+        named = self._messages[end - 1].get("turn")
         reasoning = self._chain.reasoning[end - 1]
         call_ids = call_ids_digest(self._messages[:end])
         session = label_digest(self._session) if self._session else None
 
-        def rank(version: Version) -> tuple[bool, bool, bool]:
+        def rank(version: Version) -> tuple[bool, bool, bool, bool]:
             # A client that sends none may have dropped it: that says nothing about the turn.
             other_reasoning = reasoning not in (NO_REASONING, version.reasoning)
-            return other_reasoning, version.call_ids != call_ids, version.session != session
+            return (
+                version.key != named,
+                other_reasoning,
+                version.call_ids != call_ids,
+                version.session != session,
+            )
 
         return sorted(versions, key=rank)
 

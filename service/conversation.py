@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 Message = Mapping[str, Any]
 """An OpenAI Chat Completions message: role, content (str, parts or None), reasoning_content, tool_calls
-[{id, type, function: {name, arguments: str}}], tool_call_id, name. Role `developer` is already `system`."""
+[{id, type, function: {name, arguments: str}}], tool_call_id, name. Role `developer` is already `system`. An
+assistant's `turn` is the ledger's key of the turn that wrote it, where a signature of ours says so."""
 
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 

@@ -25,6 +25,7 @@ from service.engine_watch import EngineWatch
 from service.metrics import Metrics
 from service.runner import TurnRunner
 from service.sampling import checkpoint_defaults
+from service.signature import Signatures
 from service.tenants import Tenants, TenantsFileError
 from service.turns import Turns
 from service.web import Service
@@ -136,6 +137,7 @@ def build_service(
         tenants=tenants,
         tokenizer=tokenizer,
         metrics=metrics,
+        signatures=Signatures(ledger),
         sampling_defaults=checkpoint_defaults(model),
         max_body_bytes=max_body_bytes,
         ping_interval_s=ping_interval_s,

@@ -16,6 +16,7 @@ from service.engine_watch import EngineWatch
 from service.errors import BodyTooLarge
 from service.metrics import Metrics
 from service.runner import TurnRunner
+from service.signature import Signatures
 from service.tenants import Tenant, Tenants
 from service.turns import Prompt
 
@@ -35,6 +36,7 @@ class Service:
     tenants: Tenants
     tokenizer: K3Tokenizer
     metrics: Metrics
+    signatures: Signatures
     sampling_defaults: Mapping[str, float]
     max_body_bytes: int = 64 << 20
     ping_interval_s: float = 10.0
