@@ -2,11 +2,13 @@
 
 Prompts are random and all different, so that no cache helps. Prefill is timed from request to answer of one
 token; decode over the time in which all requests of a batch are writing. The limit is the same prompt through
-the model's operators in this process, without an engine around them, while the engine is idle.
+the model's operators in a process of their own, without an engine around them, while the engine is idle.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
 import random
 import statistics
 import sys
@@ -14,14 +16,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 
 from bench.engines import note, running_engine
 from model import tiny
+from model.profile import load_profile
 
 DECODE_BATCHES = (1, 4)
 _DECODE_PROMPT_TOKENS = 64
@@ -98,6 +103,16 @@ def operator_seconds(model: Path, ids: Sequence[int], repeats: int, threads: int
     return seconds[1:]
 
 
+def _in_engine_environment(
+    profile: str, model: Path, ids: Sequence[int], repeats: int, threads: int
+) -> list[float]:
+    """`operator_seconds` in a process that starts with the profile's environment, as the engine does."""
+    with patch.dict(os.environ, load_profile(profile).command(model, 0).env):
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            return pool.submit(operator_seconds, model, ids, repeats, threads).result()
+
+
 def measure(client: httpx.Client, model: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Ask a running engine, then the operators; seconds of every repeat are in the report."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))["text_config"]
@@ -113,7 +128,7 @@ def measure(client: httpx.Client, model: Path, args: argparse.Namespace) -> dict
         rows = [next(short) for _ in range(batch)]
         decode[str(batch)] = round(decode_rate(client, rows, args.decode_tokens), 1)
     note("the operators alone")
-    operators = operator_seconds(model, next(prompts), repeats, args.threads)
+    operators = _in_engine_environment(args.profile, model, next(prompts), repeats, args.threads)
     return {
         "prompt_tokens": tokens,
         "prefill_tok_s": round(tokens / statistics.median(prefill), 1),
