@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import orjson
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.metrics import Metrics
@@ -63,6 +64,7 @@ class AccessLog:
         self._app = app
         self._metrics = metrics
         self._routes = routes
+        self._templates = [compile_path(route) for route in sorted(routes) if "{" in route]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request (ASGI 3)."""
@@ -81,7 +83,9 @@ class AccessLog:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+                headers = MutableHeaders(scope=message)
+                # The latter is Anthropic's; its SDKs show it with every error.
+                headers["x-request-id"] = headers["request-id"] = record.request_id
             await send(message)
 
         try:
@@ -91,9 +95,10 @@ class AccessLog:
             self._finish(record)
 
     def _route(self, path: str) -> str:
-        if path.startswith("/v1/models/"):
-            return "/v1/models/{id}"
-        return path if path in self._routes else "other"
+        if path in self._routes:
+            return path
+        found = (template for pattern, template, _ in self._templates if pattern.match(path))
+        return next(found, "other")
 
     def _finish(self, record: Record) -> None:
         self._metrics.requests.labels(record.route, str(record.status), record.tenant).inc()

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,11 +13,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from service import health
+from service import health, messages_answer
 from service.access import STATUS_CLIENT_LEFT, AccessLog, record_of
 from service.chat import chat_completions
 from service.chat_answer import error_body
 from service.errors import MethodNotAllowed, NotFound, ServiceError
+from service.messages import count_tokens, messages
+from service.responses import (
+    cancel_response,
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
 from service.stream import ClientLeft
 from service.web import JsonResponse, Service
 
@@ -24,6 +33,13 @@ log = logging.getLogger(__name__)
 
 ROUTES = (
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/responses", create_response, methods=["POST"]),
+    Route("/v1/responses/{id}", get_response, methods=["GET"]),
+    Route("/v1/responses/{id}", delete_response, methods=["DELETE"]),
+    Route("/v1/responses/{id}/cancel", cancel_response, methods=["POST"]),
+    Route("/v1/responses/{id}/input_items", list_input_items, methods=["GET"]),
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", health.models),
     Route("/v1/models/{id:path}", health.model),
     Route("/health", health.health),
@@ -66,7 +82,16 @@ async def _service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
     record_of(request.scope).error = error.code or error.kind
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
-    return JsonResponse(error_body(error), status_code=error.status, headers=headers)
+    status, body = _answer(request, error)
+    return JsonResponse(body, status_code=status, headers=headers)
+
+
+def _answer(request: Request, error: ServiceError) -> tuple[int, dict[str, Any]]:
+    """Status and body of an error in the shape of the API that was asked."""
+    if request.url.path.startswith("/v1/messages"):
+        body = messages_answer.error_body(error, record_of(request.scope).request_id)
+        return messages_answer.error_status(error), body
+    return error.status, error_body(error)
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
@@ -85,4 +110,5 @@ async def _client_left(request: Request, _: Exception) -> Response:
 async def _unforeseen(request: Request, error: Exception) -> Response:
     """Starlette raises the error again behind this answer, and uvicorn logs it."""
     record_of(request.scope).error = type(error).__name__
-    return JsonResponse(error_body(ServiceError("The gateway failed. Its log says why.")), status_code=500)
+    status, body = _answer(request, ServiceError("The gateway failed. Its log says why."))
+    return JsonResponse(body, status_code=status)

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from service.access import Record, record_of
 from service.chat_answer import ChatAnswer, error_body
 from service.chat_request import ChatRequest, read_chat_request
-from service.errors import NotFound, ServiceError
-from service.exchange import start_turn, streamed_answer, whole_answer
+from service.errors import ServiceError
+from service.exchange import served_model, start_turn, streamed_answer, whole_answer
 from service.fields import parse_object
 from service.generation import TokenLogprob
 from service.identity import identify
@@ -28,13 +28,7 @@ async def chat_completions(request: Request) -> Response:
     session = identify(request.headers, fields.values)
     record.stream = chat.stream
     record.session = session.id if session else None
-    served = (await service.engine.info()).model
-    if chat.model is not None and chat.model != served:
-        raise NotFound(
-            f"The model {chat.model[:100]!r} does not exist. This service has {served!r}.",
-            param="model",
-            code="model_not_found",
-        )
+    served = await served_model(service, chat.model)
     turn_request = TurnRequest(
         tenant=tenant,
         session=record.session,

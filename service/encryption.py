@@ -1,6 +1,6 @@
 """Reasoning that only this service can read: what `encrypted_content` of the Responses API holds.
 
-    base64url( version u8 (1) | nonce 12 bytes | AES-256-GCM of the zstd frame (RFC 8878) of the text, tag last )
+    base64url( version u8 (1) | nonce 12 bytes | AES-256-GCM of the text as zstd frame (RFC 8878) )
 
 The tenant's name is authenticated beside the text, so what was sealed for one tenant opens for no other. The
 key lives in the ledger: every gateway on it opens what any of them has sealed. What does not verify is

@@ -161,7 +161,7 @@ class Engine:
             raise
         finally:
             if not ended:
-                task = asyncio.create_task(self._abort(generation.rid))
+                task = asyncio.create_task(self.abort(generation.rid))
                 self._aborts.add(task)
                 task.add_done_callback(self._aborts.discard)
 
@@ -188,7 +188,8 @@ class Engine:
                 if attempt == 2 or not isinstance(error, _GIVEN_UP):
                     raise unavailable from None
 
-    async def _abort(self, rid: str) -> None:
+    async def abort(self, rid: str) -> None:
+        """End the engine's work on a request; without effect when it has ended. Never raises."""
         try:
             await self._client.post("/abort_request", json={"rid": rid}, timeout=_CONTROL_TIMEOUT_S)
         except httpx.HTTPError as error:

@@ -8,6 +8,7 @@
     ├── NotFound                  404
     ├── MethodNotAllowed          405
     ├── TooManyTurns              429  the tenant's limit of concurrent turns is reached
+    ├── LedgerDown                503  what the request refers to is in the ledger, which does not answer
     └── EngineError
         ├── EngineOverloaded      503  the engine's queue is full
         ├── EngineUnavailable     503  no connection, or the engine is starting or stopping
@@ -55,16 +56,17 @@ class ContextTooLong(InvalidRequest):
     """The prompt leaves no room for an answer.
 
     Agents decide by these very words ("maximum context length") and this code to compact their history.
+    `limit_tokens` is the longest prompt that is taken; by default what the context holds.
     """
 
-    def __init__(self, *, context_tokens: int, prompt_tokens: int) -> None:
+    def __init__(self, *, context_tokens: int, prompt_tokens: int, limit_tokens: int | None = None) -> None:
         super().__init__(
             f"This model's maximum context length is {context_tokens} tokens. However, your messages "
             f"resulted in {prompt_tokens} tokens. Please reduce the length of the messages.",
             param="messages",
             code="context_length_exceeded",
         )
-        self.context_tokens = context_tokens
+        self.limit_tokens = context_tokens if limit_tokens is None else limit_tokens
         self.prompt_tokens = prompt_tokens
 
 
@@ -126,6 +128,20 @@ class TooManyTurns(ServiceError):
     def __init__(self, limit: int) -> None:
         super().__init__(
             f"All {limit} turns that this API key may run at once are running. Retry when one has ended."
+        )
+
+
+class LedgerDown(ServiceError):
+    """What the request refers to is in the ledger, and the ledger does not answer."""
+
+    status = 503
+    code = "ledger_unavailable"
+    retry_after_s = 2
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Stored turns can't be read now. Retry after the time in the Retry-After header, or send the "
+            "conversation itself."
         )
 
 

@@ -1,17 +1,29 @@
 """One request and the turn it starts, as every API module handles them: begun, answered, closed, logged."""
 
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from service.access import Record, record_of
-from service.errors import ServiceError
+from service.errors import NotFound, ServiceError
 from service.runner import Turn, TurnRequest
-from service.stream import ClientLeft, EventStream, while_connected
-from service.web import service_of, turn_headers
+from service.stream import PING, ClientLeft, EventStream, while_connected
+from service.web import Service, service_of, turn_headers
 
 T = TypeVar("T")
+
+
+async def served_model(service: Service, wanted: str | None) -> str:
+    """The engine's name for its model. Raises NotFound when another one is wanted, and EngineUnavailable."""
+    served = (await service.engine.info()).model
+    if wanted is not None and wanted != served:
+        raise NotFound(
+            f"The model {wanted[:100]!r} does not exist. This service has {served!r}.",
+            param="model",
+            code="model_not_found",
+        )
+    return served
 
 
 async def start_turn(request: Request, turn_request: TurnRequest) -> Turn:
@@ -39,15 +51,22 @@ async def whole_answer(request: Request, turn: Turn, work: Coroutine[Any, Any, T
         await _close(turn, record_of(request.scope), cause)
 
 
-def streamed_answer(request: Request, turn: Turn, events: AsyncGenerator[bytes]) -> EventStream:
-    """The answer that streams events, and closes the turn when it ends."""
+def streamed_answer(
+    request: Request,
+    turn: Turn,
+    events: AsyncGenerator[bytes],
+    headers: Mapping[str, str] | None = None,
+    ping: bytes = PING,
+) -> EventStream:
+    """The answer that streams events, and closes the turn when it ends; `headers` beside the turn's own."""
     service, record = service_of(request), record_of(request.scope)
     return EventStream(
         events,
-        headers=turn_headers(turn.prompt),
+        headers={**turn_headers(turn.prompt), **(headers or {})},
         ping_interval_s=service.ping_interval_s,
         stall_s=service.stall_s,
         closed=lambda cause: _close(turn, record, cause),
+        ping=ping,
     )
 
 

@@ -23,6 +23,7 @@ from service.app import build_app
 from service.engine import Engine
 from service.engine_watch import EngineWatch
 from service.metrics import Metrics
+from service.responses_store import ResponseStore
 from service.runner import TurnRunner
 from service.sampling import checkpoint_defaults
 from service.signature import Signatures
@@ -138,6 +139,7 @@ def build_service(
         tokenizer=tokenizer,
         metrics=metrics,
         signatures=Signatures(ledger),
+        responses=ResponseStore(ledger),
         sampling_defaults=checkpoint_defaults(model),
         max_body_bytes=max_body_bytes,
         ping_interval_s=ping_interval_s,

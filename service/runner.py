@@ -55,12 +55,15 @@ class Turn:
         request: TurnRequest,
         held: ExitStack,
         started_at: float,
+        rid: str,
     ) -> None:
         self.prompt = prompt
         self.completion: Completion | None = None
         self.usage = Usage(prompt_tokens=len(prompt.ids))
         self.recorded = False
         self.ttft_s: float | None = None
+        self.cancelled = False
+        self._rid = rid
         self._reader = reader
         self._chunks = chunks
         self._runner = runner
@@ -84,6 +87,11 @@ class Turn:
         done, _ = await asyncio.wait({self._first}, timeout=grace_s)
         if done:
             self._first.result()
+
+    async def cancel(self) -> None:
+        """Have the engine abort the turn, whose steps then end with its EngineError."""
+        self.cancelled = True
+        await self._runner.abort(self._rid)
 
     async def close(self, cause: str) -> None:
         """Give everything back. A turn that is not complete is aborted, and counted under the cause."""
@@ -180,13 +188,17 @@ class TurnRunner:
                 self._tokenizer, prompt.channel, request.sampling, single_call=request.single_call
             )
             chunks = self._engine.generate(generation)
-            turn = Turn(prompt, reader, chunks, self, request, held.pop_all(), started_at)
+            turn = Turn(prompt, reader, chunks, self, request, held.pop_all(), started_at, generation.rid)
         try:
             await turn.begin(self._grace_s)
         except BaseException as error:
             await turn.close("client" if isinstance(error, asyncio.CancelledError) else "engine")
             raise
         return turn
+
+    async def abort(self, rid: str) -> None:
+        """Have the engine abort a request; without effect when it has ended."""
+        await self._engine.abort(rid)
 
     async def count(self, request: TurnRequest) -> int:
         """How many tokens the prompt has that `start` would send. Raises InvalidRequest."""

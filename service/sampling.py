@@ -1,7 +1,7 @@
 """How a turn is sampled: what a request may set, and SGLang's `sampling_params` made of it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -74,17 +74,26 @@ def output_room(
 ) -> int:
     """How many tokens fit behind a prompt. Raises ContextTooLong when the prompt itself does not."""
     if prompt_tokens > max_prompt_tokens:
-        raise ContextTooLong(context_tokens=context_tokens, prompt_tokens=prompt_tokens)
+        raise ContextTooLong(
+            context_tokens=context_tokens, prompt_tokens=prompt_tokens, limit_tokens=max_prompt_tokens
+        )
     return max_request_tokens - prompt_tokens - 1
 
 
 def read_sampling(
-    fields: Fields, defaults: Mapping[str, float], vocabulary: int, *, stops: str = "stop"
+    fields: Fields,
+    defaults: Mapping[str, float],
+    vocabulary: int,
+    *,
+    stops: str = "stop",
+    limits: Sequence[str] = ("max_completion_tokens", "max_tokens"),
+    logprobs: bool | None = None,
 ) -> Sampling:
-    """Read the sampling fields that Chat Completions and its dialects share. Raises InvalidRequest.
+    """Read the sampling fields that the APIs and their dialects share. Raises InvalidRequest.
 
     Beyond OpenAI's: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`. `stops` is the
-    name of the field that holds the stop strings.
+    name of the field that holds the stop strings, `limits` are those of the field that bounds the output,
+    the first that is given counts. `logprobs`: whether they are asked for, where the API has no such field.
     """
     given = {
         "temperature": fields.number("temperature", 0, 2),
@@ -97,15 +106,14 @@ def read_sampling(
         "sampling_seed": fields.integer("seed", -_INT64, _INT64),
         "logit_bias": _logit_bias(fields, vocabulary),
     }
-    max_tokens = fields.integer("max_tokens", 1, _INT64)
-    max_completion_tokens = fields.integer("max_completion_tokens", 1, _INT64)
+    given_limits = [fields.integer(name, 1, _INT64) for name in limits]
     return Sampling(
         parameters={**defaults, **{name: value for name, value in given.items() if value is not None}},
-        max_tokens=max_tokens if max_completion_tokens is None else max_completion_tokens,
+        max_tokens=next((limit for limit in given_limits if limit is not None), None),
         min_tokens=fields.integer("min_tokens", 0, _INT64) or 0,
         ignore_eos=fields.boolean("ignore_eos") or False,
         stops=_stops(fields, stops),
-        top_logprobs=_top_logprobs(fields),
+        top_logprobs=_top_logprobs(fields, logprobs),
     )
 
 
@@ -124,9 +132,9 @@ def _stops(fields: Fields, name: str) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _top_logprobs(fields: Fields) -> int | None:
+def _top_logprobs(fields: Fields, wanted: bool | None) -> int | None:
     top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if fields.boolean("logprobs"):
+    if fields.boolean("logprobs") if wanted is None else wanted:
         return top or 0
     if top:
         raise fields.error("top_logprobs", "needs logprobs: set logprobs to true.")

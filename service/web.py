@@ -15,6 +15,7 @@ from service.engine import Engine
 from service.engine_watch import EngineWatch
 from service.errors import BodyTooLarge
 from service.metrics import Metrics
+from service.responses_store import ResponseStore
 from service.runner import TurnRunner
 from service.signature import Signatures
 from service.tenants import Tenant, Tenants
@@ -37,6 +38,7 @@ class Service:
     tokenizer: K3Tokenizer
     metrics: Metrics
     signatures: Signatures
+    responses: ResponseStore
     sampling_defaults: Mapping[str, float]
     max_body_bytes: int = 64 << 20
     ping_interval_s: float = 10.0
