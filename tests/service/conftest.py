@@ -4,6 +4,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -56,6 +57,7 @@ class Gateway:
         self.url = url
         self.http = httpx.AsyncClient(base_url=url, timeout=30, trust_env=False)
         self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+        self.anthropic = anthropic.AsyncAnthropic(base_url=url, api_key="k", max_retries=0)
 
     async def chat(self, **body: Any) -> httpx.Response:
         """POST a chat request with one user message, unless the body has others."""
@@ -91,7 +93,7 @@ def gateway_factory(
             gateway = Gateway(fake_engine, service, url)
             while service.watch.verified is None and fake_engine.is_ready:
                 await asyncio.sleep(0.005)
-            async with gateway.http, gateway.openai:
+            async with gateway.http, gateway.openai, gateway.anthropic:
                 yield gateway
 
     return start

@@ -1,0 +1,570 @@
+"""Anthropic Messages over the stand-in engine and a real ledger, asked by the anthropic package and raw."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from conftest import Gateway, GatewayFactory
+from fake_engine import CONTEXT_TOKENS, abort, event
+from pydantic import TypeAdapter
+
+from service.messages_answer import PAGE_TOKENS
+
+EVENTS: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
+TOOL: Any = {
+    "name": "run",
+    "description": "Run it.",
+    "input_schema": {"type": "object", "properties": {"command": {"type": "string"}}},
+}
+USER: list[Any] = [{"role": "user", "content": "Hi"}]
+STREAMING = pytest.mark.parametrize("stream", [False, True])
+CALL = {
+    "reasoning_content": "Let me think.",
+    "content": "I look.",
+    "tool_calls": [
+        {
+            "id": "x",
+            "type": "function",
+            "function": {"name": "run", "arguments": '{"command": "ls", "n": 1}'},
+        },
+        {"id": "y", "type": "function", "function": {"name": "run", "arguments": "{}"}},
+    ],
+}
+
+
+async def ask(gateway: Gateway, *, headers: dict[str, str] | None = None, **body: Any) -> Any:
+    body = {"model": "kimi-k3", "max_tokens": 500, "messages": USER, **body}
+    return await gateway.http.post("/v1/messages", json=body, headers=headers)
+
+
+async def answered(gateway: Gateway, **body: Any) -> dict[str, Any]:
+    answer = await ask(gateway, **body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """The events of a stream, each under its own name."""
+    events: list[dict[str, Any]] = []
+    for part in text.strip().split("\n\n"):
+        name, data = part.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+async def prompt_of(gateway: Gateway, **body: Any) -> str:
+    """The prompt that a request becomes, as text."""
+    gateway.engine.requests.clear()
+    await answered(gateway, **body)
+    return gateway.engine.tokenizer.decode(gateway.engine.requests[0]["input_ids"])
+
+
+def the_error(answer: Any, status: int, kind: str) -> str:
+    body = answer.json()
+    assert answer.status_code == status, body
+    assert set(body) == {"type", "error", "request_id"}
+    assert body["type"] == "error"
+    assert body["error"]["type"] == kind
+    assert body["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+    assert "sglang" not in answer.text
+    return body["error"]["message"]
+
+
+async def test_a_whole_answer(gateway: Gateway):
+    gateway.engine.script = gateway.engine.reply(CALL, cached_tokens_details={"device": 64, "storage": 64})
+    body = await answered(gateway, tools=[TOOL], messages=[{"role": "user", "content": "word " * 300}])
+    message = Message.model_validate(body)
+    thinking, text, first, second = body["content"]
+    assert thinking["type"] == "thinking"
+    assert thinking["thinking"] == "Let me think."
+    assert len(thinking["signature"]) == 66
+    assert text == {"type": "text", "text": "I look."}
+    assert first["input"] == {"command": "ls", "n": 1}
+    assert second["input"] == {}
+    assert first["id"] != second["id"]
+    assert message.stop_reason == "tool_use"
+    assert message.stop_sequence is None
+    usage = body["usage"]
+    assert usage["cache_read_input_tokens"] == 128
+    assert usage["cache_creation_input_tokens"] == 0
+    prompt = len(gateway.engine.requests[0]["input_ids"])
+    assert usage["input_tokens"] + 128 == prompt
+    assert usage["output_tokens"] > usage["output_tokens_details"]["thinking_tokens"] > 0
+
+
+async def test_a_stream_tells_the_same_event_by_event(gateway: Gateway):
+    gateway.engine.script = gateway.engine.reply(CALL, size=1, cached_tokens_details={"device": 64})
+    body = {"tools": [TOOL], "messages": [{"role": "user", "content": "word " * 300}]}
+    answer = await ask(gateway, stream=True, **body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = events_of(answer.text)
+    for item in events:
+        if item["type"] != "ping":
+            EVENTS.validate_python(item)
+    order = [item["type"].removeprefix("content_block_") for item in events]
+    assert order[0] == "message_start"
+    assert order[-2:] == ["message_delta", "message_stop"]
+    assert events[0]["message"]["usage"]["cache_read_input_tokens"] == 64
+    starts = [item for item in events if item["type"] == "content_block_start"]
+    assert [item["content_block"]["type"] for item in starts] == ["thinking", "text", "tool_use", "tool_use"]
+    for index in range(4):
+        block = [item["type"] for item in events if item.get("index") == index]
+        assert block[0] == "content_block_start"
+        assert block[-1] == "content_block_stop"
+        assert set(block[1:-1]) == {"content_block_delta"}
+    assert [item["index"] for item in events if "index" in item] == sorted(
+        item["index"] for item in events if "index" in item
+    )
+    deltas = [
+        item["delta"] for item in events if item["type"] == "content_block_delta" and item["index"] == 0
+    ]
+    assert deltas[-1]["type"] == "signature_delta"
+    assert len([delta for delta in deltas if delta["type"] == "thinking_delta"]) > 3
+    parts = [item["delta"]["partial_json"] for item in events if item.get("index") == 2 and "delta" in item]
+    assert len(parts) > 3, "arguments stream as they are sampled"
+    assert json.loads("".join(parts)) == {"command": "ls", "n": 1}
+    whole = await answered(gateway, **body)
+    async with gateway.anthropic.messages.stream(model="kimi-k3", max_tokens=500, **body) as stream:
+        final = (await stream.get_final_message()).model_dump(mode="json", exclude_none=True)
+    for ours, theirs in zip(whole["content"], final["content"], strict=True):
+        for changing in ("id", "signature"):
+            assert (changing in ours) == (changing in theirs)
+            ours.pop(changing, None)
+            theirs.pop(changing, None)
+        theirs.pop("parsed_output", None)
+        assert ours == theirs
+    assert final["stop_reason"] == whole["stop_reason"]
+    for name in ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"):
+        assert final["usage"][name] == whole["usage"][name]
+
+
+async def test_tools_results_and_systems_become_what_chat_would_send(gateway: Gateway):
+    """The same conversation over both APIs has the same prompt."""
+    gateway.engine.script = gateway.engine.reply({"content": "Done."})
+    schema = TOOL["input_schema"]
+    over_messages = await prompt_of(
+        gateway,
+        system=[
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=0a1b;"},
+            {"type": "text", "text": "You are A.", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+            {"type": "text", "text": "Be brief."},
+        ],
+        tools=[{**TOOL, "cache_control": {"type": "ephemeral"}, "type": "custom", "defer_loading": False}],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "go "}, {"type": "text", "text": "on"}]},
+            {"role": "system", "content": "Now in English."},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "redacted_thinking", "data": "AAAA"},
+                    {"type": "thinking", "thinking": "hm", "signature": "EpQabc"},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "toolu_1", "name": "run", "input": {"command": "ls"}},
+                    {"type": "tool_use", "id": "toolu_2", "name": "run", "input": {}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "toolu_2", "is_error": True, "content": "no"},
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "toolu_1",
+                        "content": [{"type": "text", "text": "file"}, {"type": "text", "text": "s"}],
+                    },
+                    {"type": "text", "text": "more"},
+                ],
+            },
+        ],
+    )
+    calls = [
+        {"id": id, "type": "function", "function": {"name": "run", "arguments": arguments}}
+        for id, arguments in (("a", '{"command":"ls"}'), ("b", ""))
+    ]
+    gateway.engine.requests.clear()
+    function = {"name": "run", "description": "Run it.", "parameters": schema}
+    await gateway.chat(
+        tools=[{"type": "function", "function": function}],
+        messages=[
+            {"role": "system", "content": "You are A.\nBe brief."},
+            {"role": "user", "content": "go on"},
+            {"role": "system", "content": "Now in English."},
+            {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "b", "content": "no"},
+            {"role": "tool", "tool_call_id": "a", "content": "files"},
+            {"role": "user", "content": "more"},
+        ],
+    )
+    over_chat = gateway.engine.tokenizer.decode(gateway.engine.requests[0]["input_ids"])
+    assert over_messages == over_chat
+
+
+async def test_a_session_goes_on_over_the_other_api(gateway: Gateway):
+    gateway.engine.script = gateway.engine.reply(CALL)
+    text = "Look, and tell me what there is."
+    first = await answered(gateway, tools=[TOOL], messages=[{"role": "user", "content": text}])
+    calls = [
+        {
+            "id": block["id"],
+            "type": "function",
+            "function": {"name": block["name"], "arguments": json.dumps(block["input"])},
+        }
+        for block in first["content"]
+        if block["type"] == "tool_use"
+    ]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in calls]
+    tool = {
+        "type": "function",
+        "function": {"name": "run", "description": "Run it.", "parameters": TOOL["input_schema"]},
+    }
+    history = [
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": "I look.", "tool_calls": calls},
+        *results,
+    ]
+    second = await gateway.chat(tools=[tool], messages=history)
+    assert second.headers["x-longhaul-restored"] == "reasoning=1, ids=0"
+    assert second.headers["x-longhaul-parent"] == first["id"].removeprefix("msg_")
+    blocks = [{"type": "tool_result", "tool_use_id": call["id"], "content": "x"} for call in calls]
+    third = await ask(
+        gateway,
+        tools=[TOOL],
+        messages=[
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": blocks},
+            {"role": "assistant", "content": second.json()["choices"][0]["message"]["content"]},
+            {"role": "user", "content": "more"},
+        ],
+    )
+    # The second answer had calls, too, and this client has dropped them: its turn does not show what it did.
+    assert third.headers["x-longhaul-parent"] == first["id"].removeprefix("msg_")
+
+
+@pytest.mark.parametrize(
+    ("body", "sent"),
+    [
+        ({"output_config": {"effort": "low"}}, "thinking_effort=low"),
+        ({"output_config": {"effort": "medium"}}, "thinking_effort=high"),
+        ({"output_config": {"effort": "high"}}, "thinking_effort=high"),
+        ({"output_config": {"effort": "max"}, "thinking": {"type": "adaptive"}}, "thinking_effort=max"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking_effort=low"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, "thinking_effort=high"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 31_999}}, "thinking_effort=max"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "max"}},
+            "thinking_effort=max",
+        ),
+        ({"thinking": {"type": "adaptive"}}, None),
+        ({}, None),
+    ],
+)
+async def test_efforts(gateway: Gateway, body: dict[str, Any], sent: str | None):
+    prompt = await prompt_of(gateway, **body)
+    assert (sent in prompt) if sent else ("thinking_effort" not in prompt)
+    assert prompt.endswith("<|open|>think<|sep|>")
+
+
+async def test_thinking_can_be_off(gateway: Gateway):
+    gateway.engine.script = gateway.engine.reply({"content": "Hi"}, thinking=False)
+    prompt = await prompt_of(gateway, thinking={"type": "disabled"}, output_config={"effort": "high"})
+    assert prompt.endswith("<|open|>response<|sep|>")
+    assert "thinking_effort" not in prompt
+
+
+@STREAMING
+async def test_thinking_can_be_left_out_and_is_found_again(gateway: Gateway, stream: bool):
+    gateway.engine.script = gateway.engine.reply(CALL)
+    thinking: Any = {"type": "adaptive", "display": "omitted"}
+    if stream:
+        async with gateway.anthropic.messages.stream(
+            model="kimi-k3", max_tokens=99, messages=USER, thinking=thinking
+        ) as events:
+            message = await events.get_final_message()
+    else:
+        message = await gateway.anthropic.messages.create(
+            model="kimi-k3", max_tokens=99, messages=USER, thinking=thinking
+        )
+    block = message.content[0]
+    assert block.type == "thinking"
+    assert block.thinking == ""
+    assert block.signature
+    results = [
+        {"type": "tool_result", "tool_use_id": block.id, "content": "x"}
+        for block in message.content
+        if block.type == "tool_use"
+    ]
+    history: Any = [*USER, message.to_param(), {"role": "user", "content": results}]
+    answer = await gateway.anthropic.messages.with_raw_response.create(
+        model="kimi-k3", max_tokens=99, messages=history
+    )
+    assert answer.headers["x-longhaul-restored"] == "reasoning=1, ids=0"
+    assert answer.headers["x-longhaul-parent"] == message.id.removeprefix("msg_")
+
+
+@pytest.mark.parametrize(
+    ("choice", "forced"),
+    [
+        (None, False),
+        ({"type": "auto"}, False),
+        ({"type": "none"}, False),
+        ({"type": "any"}, True),
+        ({"type": "tool", "name": "run", "disable_parallel_tool_use": True}, True),
+    ],
+)
+async def test_tool_choice_is_enforced(gateway: Gateway, choice: Any, forced: bool):
+    gateway.engine.script = gateway.engine.reply(CALL)
+    body = await answered(gateway, tools=[TOOL], tool_choice=choice)
+    sampling = gateway.engine.requests[0]["sampling_params"]
+    assert ("structural_tag" in sampling) == forced
+    calls = [block for block in body["content"] if block["type"] == "tool_use"]
+    assert len(calls) == (1 if choice and choice.get("disable_parallel_tool_use") else 2)
+
+
+async def test_one_call_alone(gateway: Gateway):
+    gateway.engine.script = gateway.engine.reply(CALL, size=1, delay_s=0.01)
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    body = await answered(gateway, tools=[TOOL], tool_choice=choice)
+    assert [block["type"] for block in body["content"]] == ["thinking", "text", "tool_use"]
+    assert body["stop_reason"] == "tool_use"
+
+
+async def test_json_answers(gateway: Gateway):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    gateway.engine.script = gateway.engine.reply({"content": '{"a": 1}'})
+    for body in (
+        {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+        {"output_format": {"type": "json_schema", "schema": schema}},
+    ):
+        gateway.engine.requests.clear()
+        await answered(gateway, **body)
+        assert "json_schema" in gateway.engine.requests[0]["sampling_params"]["structural_tag"]
+
+
+@STREAMING
+async def test_stop_sequences(gateway: Gateway, stream: bool):
+    gateway.engine.script = gateway.engine.reply({"content": "one two three"}, size=1, delay_s=0.01)
+    answer = await ask(gateway, stop_sequences=["two", "never"], stream=stream)
+    if stream:
+        *_, delta, _ = events_of(answer.text)
+        assert delta["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "two"}
+    else:
+        assert answer.json()["content"] == [{"type": "text", "text": "one "}]
+        assert answer.json()["stop_reason"] == "stop_sequence"
+        assert answer.json()["stop_sequence"] == "two"
+
+
+async def test_why_an_answer_was_cut(gateway: Gateway):
+    gateway.engine.script = gateway.engine.reply({"content": "x"}, size=100, finish={"type": "length"})
+    sampled = (await answered(gateway, max_tokens=10**9))["usage"]["output_tokens"]
+    assert (await answered(gateway, max_tokens=10**9))["stop_reason"] == "model_context_window_exceeded"
+    assert (await answered(gateway, max_tokens=sampled))["stop_reason"] == "max_tokens"
+    assert gateway.engine.requests[0]["sampling_params"]["max_new_tokens"] < CONTEXT_TOKENS
+
+
+async def test_a_call_that_was_cut_has_no_input(gateway: Gateway):
+    tokenizer = gateway.engine.tokenizer
+    from fake_engine import reply_ids
+
+    ids = reply_ids(tokenizer, CALL)
+    end = tokenizer.encode_text("ls")[-1]
+    gateway.engine.script = gateway.engine.sample(ids[: ids.index(end)], finish={"type": "length"})
+    body = await answered(gateway, tools=[TOOL])
+    assert body["content"][-1]["input"] == {}
+    answer = await ask(gateway, tools=[TOOL], stream=True)
+    assert events_of(answer.text)[-1]["type"] == "message_stop"
+
+
+async def test_numbers_in_arguments_are_not_changed(gateway: Gateway):
+    arguments = '{"big": 123456789012345678901234567890, "exact": 1.10}'
+    call = {"id": "x", "type": "function", "function": {"name": "run", "arguments": arguments}}
+    gateway.engine.script = gateway.engine.reply({"content": None, "tool_calls": [call]})
+    answer = await ask(gateway, tools=[TOOL])
+    assert '"big": 123456789012345678901234567890' in answer.text
+
+
+@pytest.mark.parametrize(
+    ("control", "field"),
+    [(None, None), ({"type": "ephemeral"}, "5m"), ({"type": "ephemeral", "ttl": "1h"}, "1h")],
+)
+async def test_cache_counts(gateway: Gateway, control: Any, field: str | None):
+    gateway.engine.script = gateway.engine.reply({"content": "x"}, cached_tokens_details={"host": 64})
+    block = {"type": "text", "text": "word " * 300, "cache_control": control}
+    usage = (await answered(gateway, messages=[{"role": "user", "content": [block]}]))["usage"]
+    prompt = len(gateway.engine.requests[0]["input_ids"])
+    written = prompt // PAGE_TOKENS * PAGE_TOKENS - 64 if field else 0
+    assert usage["cache_read_input_tokens"] == 64
+    assert usage["cache_creation_input_tokens"] == written
+    assert usage["cache_creation"] == {
+        "ephemeral_5m_input_tokens": written if field == "5m" else 0,
+        "ephemeral_1h_input_tokens": written if field == "1h" else 0,
+    }
+    assert usage["input_tokens"] + 64 + written == prompt
+
+
+async def test_tokens_are_counted_as_they_would_be_sent(gateway: Gateway):
+    gateway.engine.script = gateway.engine.reply(CALL)
+    first = await answered(gateway, tools=[TOOL], system="You are A.")
+    shown = [block for block in first["content"] if block["type"] != "thinking"]
+    results = [
+        {"type": "tool_result", "tool_use_id": block["id"], "content": "x"}
+        for block in shown
+        if block["type"] == "tool_use"
+    ]
+    messages: Any = [
+        *USER,
+        {"role": "assistant", "content": shown},
+        {"role": "user", "content": results},
+    ]
+    gateway.engine.requests.clear()
+    count = await gateway.anthropic.messages.count_tokens(
+        model="kimi-k3", messages=messages, tools=[TOOL], system="You are A."
+    )
+    assert gateway.engine.requests == [], "nothing is generated"
+    await answered(gateway, messages=messages, tools=[TOOL], system="You are A.")
+    assert count.input_tokens == len(gateway.engine.requests[0]["input_ids"])
+    turns = 'longhaul_turns_total{origin="continued",tenant="default"}'
+    assert await gateway.metric(turns) == 1
+
+
+async def test_a_begun_message_is_continued(gateway: Gateway):
+    prompt = await prompt_of(
+        gateway, messages=[*USER, {"role": "assistant", "content": [{"type": "text", "text": "The answer"}]}]
+    )
+    assert prompt.endswith("The answer")
+
+
+INVALID: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages: "),
+    ({"messages": [3]}, "messages[0]: "),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content: "),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type: "),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text: "),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_9"}]}]},
+        "messages[0].content[0].tool_use_id: ",
+    ),
+    (
+        {
+            "messages": [
+                *USER,
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
+            ]
+        },
+        "messages[1].content: ends with a tool_use",
+    ),
+    (
+        {
+            "messages": [
+                *USER,
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": 3}]},
+                *USER,
+            ]
+        },
+        "messages[1].content[0].input: ",
+    ),
+    ({"system": 3}, "system: "),
+    ({"system": [{"type": "image"}]}, "system[0].type: "),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema: "),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: "),
+    ({"tool_choice": {"type": "any"}}, "tool_choice: "),
+    ({"tool_choice": {}}, "tool_choice.type: "),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "fly"}}, "tool_choice.name: "),
+    ({"max_tokens": 0}, "max_tokens: "),
+    ({"max_tokens": "9"}, "max_tokens: "),
+    ({"stop_sequences": [""]}, "stop_sequences: "),
+    ({"temperature": "hot"}, "temperature: "),
+    ({"thinking": {}}, "thinking.type: "),
+    ({"thinking": {"type": "enabled", "budget_tokens": "many"}}, "thinking.budget_tokens: "),
+    ({"output_config": {"effort": "huge"}}, "output_config.effort: "),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type: "),
+    ({"stream": "yes"}, "stream: "),
+    ({"cache_control": {"type": "eternal"}}, "cache_control.type: "),
+]
+
+
+async def test_bad_fields_are_named(gateway: Gateway):
+    for body, named in INVALID:
+        message = the_error(await ask(gateway, **body), 400, "invalid_request_error")
+        assert message.startswith(named), (body, message)
+    assert gateway.engine.requests == []
+
+
+async def test_errors_have_anthropics_shape(gateway: Gateway):
+    the_error(await ask(gateway, model="claude-haiku-4-5"), 404, "not_found_error")
+    the_error(await gateway.http.post("/v1/messages", content=b"{"), 400, "invalid_request_error")
+    the_error(await gateway.http.get("/v1/messages"), 405, "invalid_request_error")
+    the_error(await gateway.http.post("/v1/messages/batches"), 404, "not_found_error")
+    long = await ask(gateway, messages=[{"role": "user", "content": "x y " * 10_000}])
+    message = the_error(long, 400, "invalid_request_error")
+    sent, limit = (int(word) for word in message.split() if word.isdecimal())
+    assert message == f"prompt is too long: {sent} tokens > {limit} maximum"
+    assert sent > limit
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        await gateway.anthropic.messages.create(model="kimi-k3", max_tokens=0, messages=USER)
+    assert "max_tokens: must be between 1" in str(caught.value)
+    assert caught.value.request_id
+
+
+@STREAMING
+async def test_a_refusal_before_the_first_token_has_a_status(gateway: Gateway, stream: bool):
+    gateway.engine.script = gateway.engine.events(abort(503, "The request queue is full."))
+    answer = await ask(gateway, stream=stream)
+    the_error(answer, 529, "overloaded_error")
+    assert int(answer.headers["retry-after"]) > 0
+    gateway.engine.script = gateway.engine.events(abort(500, "x"))
+    the_error(await ask(gateway, stream=stream), 502, "api_error")
+
+
+async def test_an_engine_that_breaks_off_within_a_stream(gateway: Gateway):
+    gateway.engine.script = gateway.engine.events(event([5]), event([6]))
+    answer = await ask(gateway, stream=True)
+    *_, error = events_of(answer.text)
+    assert error["type"] == "error"
+    assert error["error"]["type"] == "api_error"
+    assert error["request_id"] == answer.headers["request-id"]
+    with pytest.raises(anthropic.APIStatusError):
+        async with gateway.anthropic.messages.stream(model="kimi-k3", max_tokens=9, messages=USER) as stream:
+            await stream.get_final_message()
+
+
+async def test_pings_while_the_engine_is_silent(gateway_factory: GatewayFactory):
+    async with gateway_factory(grace_s=0.05, ping_interval_s=0.05) as gateway:
+        gateway.engine.script = gateway.engine.reply({"content": "Slow."}, first_delay_s=0.4)
+        events = events_of((await ask(gateway, stream=True)).text)
+        assert [item["type"] for item in events[:3]] == ["ping"] * 3
+        async with gateway.anthropic.messages.stream(model="kimi-k3", max_tokens=9, messages=USER) as stream:
+            message = await stream.get_final_message()
+        assert message.content[0].type == "text"
+
+
+@STREAMING
+async def test_a_client_that_leaves_aborts_the_work(gateway: Gateway, stream: bool):
+    gateway.engine.script = gateway.engine.reply({"content": "word " * 500}, size=1, delay_s=0.02)
+    body = {"model": "kimi-k3", "max_tokens": 900, "messages": USER, "stream": stream}
+    if stream:
+        async with gateway.http.stream("POST", "/v1/messages", json=body) as answer:
+            await take(answer.aiter_lines(), 20)
+    else:
+        asking = asyncio.create_task(gateway.http.post("/v1/messages", json=body))
+        while not gateway.engine.requests:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
+        asking.cancel()
+    async with asyncio.timeout(10):
+        while gateway.engine.aborted != [gateway.engine.requests[0]["rid"]]:
+            await asyncio.sleep(0.02)
+        while await gateway.metric('longhaul_aborted_turns_total{cause="client"}') != 1:
+            await asyncio.sleep(0.02)
+    assert await gateway.metric("longhaul_running_turns") == 0
+
+
+async def take(lines: AsyncIterator[str], count: int) -> None:
+    for _ in range(count):
+        await anext(lines)
