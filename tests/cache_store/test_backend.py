@@ -6,6 +6,7 @@ import random
 import signal
 import struct
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,14 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     count_pool_hits,
 )
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
 from cache_store.backend import RedisStore
+from cache_store.roots import root_page
 
 TIMEOUT_S = 0.5
 MAMBA, DRAFT = PoolName.MAMBA, PoolName.DRAFT
@@ -448,3 +452,10 @@ def test_a_store_that_is_down_does_not_stop_the_start(redis_process: RedisProces
     redis_process.kill()
     engine = Engine(redis_process)
     assert engine.lookup(chain(4)) == (0, [])
+
+
+def test_the_gateway_and_sglang_name_the_first_page_alike():
+    ids = [7, 2**20, *range(126)]
+    for salt in (None, "", "acme", "ä"):
+        key = RadixKey(array("q", ids), cache_salt=salt)
+        assert root_page(ids, salt, 64) == get_storage_hash_str(key, page_size=64)[0]
