@@ -1,20 +1,27 @@
 """Which session a request belongs to, from what clients put into headers and bodies.
 
 The first source of the table that has a value counts. A session's name is a hint: it chooses among turns with
-equal visible digests and routes to an engine, and never decides what is continued.
+equal visible digests and routes to an engine, and never decides what is continued. A request that names none
+continues by its digests alone; its turn then belongs to the session of the turn that it continues, if any.
 
 | source | sent by |
 |---|---|
 | body `session_id` | SGLang's clients, LiteLLM |
+| body `litellm_session_id` | LiteLLM |
 | body `prompt_cache_key` | OpenAI's SDKs, Codex, Kimi Code, OpenHands |
 | header `x-session-id` | opencode |
 | header `x-session-affinity` | opencode |
 | header `x-claude-code-session-id` | Claude Code |
-| header `session-id`, `thread-id` | Codex |
+| header `session-id`, `session_id`, `thread-id` | Codex (with the underscore: its older releases) |
 | header `x-litellm-session-id` | LiteLLM, OpenHands |
+| header `x-kilocode-taskid` | Kilo Code |
+| header `x-client-session-id` | Copilot CLI |
 | header `x-correlation-id` | agentx replays |
 | body `metadata.user_id`: JSON with `session_id`, or a name ending in `_session_ID` | Claude Code |
+| body `metadata.session_id` | LiteLLM's proxy, and frameworks that trace through it |
 | body `client_metadata.thread_id` | Codex |
+
+A user's name (`user`, any other `metadata.user_id`) is no session: one user has many.
 """
 
 import json
@@ -50,15 +57,20 @@ def _as_it_is(value: str) -> str:
 
 _SOURCES: Final[tuple[tuple[str, str, Callable[[str], str]], ...]] = (
     ("body", "session_id", _as_it_is),
+    ("body", "litellm_session_id", _as_it_is),
     ("body", "prompt_cache_key", _as_it_is),
     ("header", "x-session-id", _as_it_is),
     ("header", "x-session-affinity", _as_it_is),
     ("header", "x-claude-code-session-id", _as_it_is),
     ("header", "session-id", _as_it_is),
+    ("header", "session_id", _as_it_is),
     ("header", "thread-id", _as_it_is),
     ("header", "x-litellm-session-id", _as_it_is),
+    ("header", "x-kilocode-taskid", _as_it_is),
+    ("header", "x-client-session-id", _as_it_is),
     ("header", "x-correlation-id", _as_it_is),
     ("body", "metadata.user_id", _claude_code_session),
+    ("body", "metadata.session_id", _as_it_is),
     ("body", "client_metadata.thread_id", _as_it_is),
 )
 

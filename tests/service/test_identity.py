@@ -62,6 +62,13 @@ UUID = "0ac8d84c-6496-4fc6-8262-21533e882c22"
         pytest.param(
             {}, {"session_id": "S", "prompt_cache_key": "s1"}, Session("S", "session_id"), id="LiteLLM"
         ),
+        pytest.param({}, {"litellm_session_id": "S"}, Session("S", "litellm_session_id"), id="LiteLLM, own"),
+        pytest.param(
+            {}, {"metadata": {"session_id": "S"}}, Session("S", "metadata.session_id"), id="LiteLLM's proxy"
+        ),
+        pytest.param({"session_id": UUID}, {}, Session(UUID, "session_id"), id="Codex, older"),
+        pytest.param({"x-kilocode-taskid": "t"}, {}, Session("t", "x-kilocode-taskid"), id="Kilo Code"),
+        pytest.param({"x-client-session-id": "c"}, {}, Session("c", "x-client-session-id"), id="Copilot CLI"),
         pytest.param({"x-correlation-id": "c-1"}, {}, Session("c-1", "x-correlation-id"), id="agentx"),
         pytest.param({"user-agent": "OpenAI/Python"}, {"user": "u"}, None, id="unknown"),
     ],
