@@ -1,9 +1,13 @@
-"""What the engine must not be free to sample: forced tool calls and JSON answers, as structural tags.
+"""What the engine must not be free to sample: forced calls, strict tools, JSON answers. As structural tags.
 
 A tag (xgrammar's) covers the message from its first token to its last, the think channel included, so that
 nothing can run free before what is forced; SGLang's own way (`require_reasoning`) waits for an end of the
 reasoning that may never come. Thinking is kept, but bounded (`thinking_budget`). Before a forced call the
 response channel stands empty, as K3 writes a call without words.
+
+Where a tool is `strict` and nothing is forced, the tag is K3's message as it is: thinking and text of any
+length, then calls or none. Within a call of a strict tool the schema binds from its first argument on; other
+tools' calls are free in their arguments, not in their form.
 
 Markers stand in a tag as tokens. A tag that spells them would also take their spelling in ordinary tokens,
 and that is text to everybody who decides structure by id.
@@ -24,6 +28,8 @@ from service.errors import InvalidRequest
 MAX_THINKING_TOKENS: Final = 8192
 """Most tokens that a constrained turn thinks."""
 
+_ANYTHING: Final = {"type": "object", "properties": {}, "additionalProperties": True}
+
 MAX_WHITESPACE_CHARS: Final = 16
 """Longest run of white space in a constrained JSON text: enough to indent, too little to get lost in."""
 
@@ -40,14 +46,11 @@ def output_constraint(
 
     Raises InvalidRequest for tools that no grammar can be made of.
     """
-    tools = _forced_tools(conversation)
+    forced = _forced_tools(conversation)
     schema = _answer_schema(conversation.response_format)
-    if tools:
-        try:
-            calls = tool_calls_format(tools, not single_call)
-        except StructureError as error:
-            raise InvalidRequest(str(error), param="tools", code="invalid_schema") from None
-        answer = [*_response(channel, []), calls]
+    budget_tokens: int | None = thinking_budget(max_tokens)
+    if forced:
+        answer = [*_response(channel, []), _calls(forced, single_call)]
     elif schema is not None:
         value: Format = {
             "type": "json_schema",
@@ -56,10 +59,15 @@ def output_constraint(
         }
         answer = _response(channel, [value])
         if conversation.tools and conversation.tool_choice != "none":
-            answer = [_either(_sequence(answer), _sequence(_free_calls(channel, tokenizer)))]
+            calls = _calls(_loosened(conversation.tools), single_call)
+            answer = [_either(_sequence(answer), _sequence([*_response(channel, []), calls]))]
+    elif conversation.tool_choice != "none" and any(map(_is_strict, conversation.tools)):
+        budget_tokens = None
+        calls = _calls(_loosened(conversation.tools), single_call)
+        answer = [*_response(channel, [_any_text(tokenizer)]), {"type": "optional", "content": calls}]
     else:
         return {}
-    thinking = _thinking(tokenizer, thinking_budget(max_tokens)) if channel == "think" else []
+    thinking = _thinking(tokenizer, budget_tokens) if channel == "think" else []
     tag = {"type": "structural_tag", "format": _sequence([*thinking, *answer, *_marked(CLOSE, "message")])}
     return {"structural_tag": orjson.dumps(tag).decode()}
 
@@ -93,25 +101,40 @@ def _answer_schema(response_format: Mapping[str, Any] | None) -> Mapping[str, An
             return None
 
 
-def _thinking(tokenizer: K3Tokenizer, budget_tokens: int) -> list[Format]:
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return tool["function"].get("strict") is True
+
+
+def _loosened(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The tools, those that are not strict with any arguments."""
+    return [
+        tool
+        if _is_strict(tool)
+        else {"function": {"name": tool["function"]["name"], "parameters": _ANYTHING}}
+        for tool in tools
+    ]
+
+
+def _calls(tools: Sequence[Mapping[str, Any]], single_call: bool) -> Format:
+    try:
+        return tool_calls_format(tools, not single_call)
+    except StructureError as error:
+        raise InvalidRequest(str(error), param="tools", code="invalid_schema") from None
+
+
+def _thinking(tokenizer: K3Tokenizer, budget_tokens: int | None) -> list[Format]:
     """The rest of the think channel, which the generation prompt has opened."""
-    text = {
-        "type": "any_tokens",
-        "exclude_tokens": sorted(tokenizer.markup.values()),
-        "max_tokens": budget_tokens,
-    }
-    return [text, *_marked(CLOSE, "think")]
+    bound = {} if budget_tokens is None else {"max_tokens": budget_tokens}
+    return [{**_any_text(tokenizer), **bound}, *_marked(CLOSE, "think")]
+
+
+def _any_text(tokenizer: K3Tokenizer) -> Format:
+    return {"type": "any_tokens", "exclude_tokens": sorted(tokenizer.markup.values())}
 
 
 def _response(channel: Channel, content: Sequence[Format]) -> list[Format]:
     opening = [] if channel == "response" else _marked(OPEN, "response")
     return [*opening, *content, *_marked(CLOSE, "response")]
-
-
-def _free_calls(channel: Channel, tokenizer: K3Tokenizer) -> list[Format]:
-    """Calls instead of the answer, as a model that may call tools is free to choose."""
-    inside = {"type": "any_tokens", "exclude_tokens": sorted(tokenizer.eos_ids)}
-    return [*_response(channel, []), *_marked(OPEN, "tools"), inside, *_marked(CLOSE, "tools")]
 
 
 def _marked(marker: str, name: str) -> list[Format]:

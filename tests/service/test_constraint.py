@@ -190,3 +190,65 @@ def test_thinking_takes_half_at_most():
 
 def test_white_space_is_bounded_alike():
     assert constraint.MAX_WHITESPACE_CHARS == TOOL_WHITESPACE
+
+
+STRICT: tuple[dict[str, Any], ...] = (
+    {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}},
+    TOOLS[1],
+)
+
+
+def called(name: str, arguments: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ON, ODD = (
+    called("set_mode", '{"mode": "on"}'),
+    called('odd "name"', '{"any": [1, {"thing": null}], "s": "<x>"}'),
+)
+
+
+@pytest.mark.parametrize("channel", ["think", "response"])
+@pytest.mark.parametrize(
+    ("message", "accepted"),
+    [
+        ({"content": "No call: <|open|>tools<|sep|>."}, True),
+        ({"reasoning_content": "Hm.", "content": "Two.", "tool_calls": [ON, ODD]}, True),
+        ({"tool_calls": [ON, ON, ON]}, True),
+        ({"tool_calls": [called("set_mode", '{"mode": "of"}')]}, False),
+        ({"tool_calls": [called("set_mode", '{"mode": "on", "more": 1}')]}, False),
+        ({"tool_calls": [called("set_mode", "{}")]}, False),
+        ({"tool_calls": [ON, called("set_mode", '{"mode": "on", "level": -1}')]}, False),
+        ({"tool_calls": [called("other", "{}")]}, False),
+    ],
+)
+def test_strict_tools_bind_once_the_call_begins(
+    compiler: Any, tokenizer: K3Tokenizer, channel: Channel, message: dict[str, Any], accepted: bool
+):
+    from fake_engine import reply_ids
+
+    thinking = channel == "think"
+    if not thinking:
+        message = {name: value for name, value in message.items() if name != "reasoning_content"}
+    constrained = output_constraint(
+        conversation(tools=STRICT), channel, tokenizer, max_tokens=64, single_call=False
+    )
+    matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(constrained["structural_tag"]))
+    ids = reply_ids(tokenizer, message, thinking=thinking)
+    assert all(matcher.accept_token(id) for id in ids) is accepted
+
+
+def test_strict_tools_leave_length_to_the_model(compiler: Any, tokenizer: K3Tokenizer):
+    """Thinking and text are as long as the model likes, and no marker is among them."""
+    constrained = output_constraint(
+        conversation(tools=STRICT), "think", tokenizer, max_tokens=8, single_call=True
+    )
+    matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(constrained["structural_tag"]))
+    words = tokenizer.encode_text(" word" * 500)
+    assert all(matcher.accept_token(id) for id in words)
+    assert not matcher.accept_token(tokenizer.markup["<|open|>"])
+
+
+def test_strict_tools_that_are_not_to_be_called_bind_nothing(tokenizer: K3Tokenizer):
+    asked = conversation(tools=STRICT, tool_choice="none")
+    assert output_constraint(asked, "think", tokenizer, max_tokens=64, single_call=False) == {}
