@@ -27,7 +27,9 @@ BYTES = Counter("longhaul_store_bytes", "Payload bytes moved", ["pool", "directi
 SECONDS = Histogram("longhaul_store_seconds", "Duration of calls to the store", ["call"], buckets=_SECONDS)
 ERRORS = Counter("longhaul_store_errors", "Faults, each of them a miss and nothing more", ["kind"])
 RETRIES = Counter("longhaul_store_retries", "Failed writes taken up again, by outcome", ["outcome"])
-BREAKER = Gauge("longhaul_store_breaker", "0 closed, 1 half open, 2 open", multiprocess_mode="livemax")
+BREAKER = Gauge(
+    "longhaul_store_breaker", "0 closed, 1 half open, 2 open", ["server"], multiprocess_mode="livemax"
+)
 QUEUE_BYTES = Gauge(
     "longhaul_store_retry_queue_bytes", "Failed writes waiting to be retried", multiprocess_mode="livesum"
 )

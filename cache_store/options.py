@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -17,11 +17,17 @@ _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1)]
 
 
+def _split(url: str) -> list[str]:
+    """The URLs of a list. A comma in a password is written %2C."""
+    return [one.strip() for one in url.split(",")]
+
+
 class StoreOptions(BaseModel):
     """Settings of the store.
 
     Attributes:
-        url: of the blob server; without one, the variable LONGHAUL_STORE_URL.
+        url: of the blob server, or of several, as a list or parted by commas (`cache_store.shards`); without
+            one, the variable LONGHAUL_STORE_URL.
         timeout_s: what any one call from the engine may take, connecting included.
         ttl_s: how long a page lives after its last use.
         state_ttl_s: the same for states, which are far larger; without one, `ttl_s`.
@@ -51,11 +57,24 @@ class StoreOptions(BaseModel):
     model_path: Path | None = None
     salt: str = ""
 
+    @field_validator("url", mode="before")
+    @classmethod
+    def _joined(cls, url: Any) -> Any:
+        return ",".join(map(str, cast(list[Any], url))) if isinstance(url, list) else url
+
     @field_validator("url")
     @classmethod
     def _is_url(cls, url: str) -> str:
-        Endpoint.parse(url)
+        endpoints = [Endpoint.parse(one) for one in _split(url)]
+        named = {(str(endpoint), endpoint.database) for endpoint in endpoints}
+        if len(named) < len(endpoints):
+            raise ValueError("one server is named twice: give each of several URLs once")
         return url
+
+    @property
+    def urls(self) -> list[str]:
+        """The URL of each server."""
+        return _split(self.url)
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> "StoreOptions":

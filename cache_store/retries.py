@@ -94,4 +94,4 @@ class RetryQueue:
 
     def _count(self, change: int) -> None:
         self._bytes += change
-        metrics.QUEUE_BYTES.set(self._bytes)
+        metrics.QUEUE_BYTES.inc(change)  # each server has a queue of its own

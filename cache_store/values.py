@@ -41,7 +41,7 @@ class ValueStore:
         """Where faults are counted and logged."""
         self._wake = threading.Event()
         self._closing = False
-        metrics.BREAKER.set(State.CLOSED)
+        metrics.BREAKER.labels(str(self)).set(State.CLOSED)
         self._thread = threading.Thread(target=self._upkeep, name="longhaul-store", daemon=True)
         self._thread.start()
 
@@ -194,7 +194,7 @@ class ValueStore:
         self._breaker.failed()
         # What broke one connection has most likely broken those that idle.
         self._client.drop_idle()
-        metrics.BREAKER.set(self._breaker.state)
+        metrics.BREAKER.labels(str(self)).set(self._breaker.state)
         self._wake.set()
 
     def _upkeep(self) -> None:
@@ -226,7 +226,7 @@ class ValueStore:
         else:
             self._breaker.succeeded()
             self.faults.forget()
-            metrics.BREAKER.set(self._breaker.state)
+            metrics.BREAKER.labels(str(self)).set(self._breaker.state)
 
     def _retry(self) -> bool:
         """Write what waits longest; False if nothing is due, or it failed again."""
