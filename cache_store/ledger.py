@@ -4,6 +4,7 @@
     longhaul:turns:TENANT:d:DIGEST   list of versions, newest first: the turns that end at this visible digest
     longhaul:turns:TENANT:s:SESSION  list of the session's keys, oldest first; SESSION is a digest of its name
     longhaul:turns:TENANT:r:KEY      what an API keeps beside the turn KEY (cache_store.document)
+    longhaul:stored:TENANT:...       how many bytes those of t and r are (cache_store.stored_bytes)
     longhaul:secrets:NAME            32 random bytes, made when they are first asked for; they never expire
 
 TENANT is percent-encoded (RFC 3986). A version is 56 bytes: key 16, parent 16 (zeros: none), digest of the
@@ -11,8 +12,8 @@ assistant message's reasoning 8, of the last call ids 8, of the session's name 8
 
 A turn and its list entries are written in one MULTI, so a turn is there as a whole or not at all. Looking up
 a conversation takes two round trips, whatever its length: the versions of all its prefixes, then the turns of
-one path. Every key lives for the ledger's time to live, which is renewed for a whole path when the path is
-used and an eighth of it is gone.
+one path. A turn lives for the time of its class, which is renewed for a whole path when the path is used and
+an eighth of it is gone; lists live as long as the longest class.
 
 Nothing is retried, and a connection whose reply did not come in time is closed: a late reply would be taken
 for that of the next command.
@@ -22,7 +23,8 @@ import asyncio
 import hashlib
 import secrets
 import struct
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -33,11 +35,14 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from cache_store import stored_bytes
 from cache_store.document import DocumentFormatError, decode_document, encode_document
+from cache_store.retention import TtlClass
 from cache_store.turn import KEY_BYTES, NO_PARENT, Turn, TurnFormatError, decode_turn, encode_turn
 
 VERSIONS_KEPT: Final = 64
-SESSION_TURNS_KEPT: Final = 1024
+SESSION_TURNS_READ: Final = 1024
+_ERASED_AT_ONCE: Final = 256
 _VERSION: Final = struct.Struct("<16s16s8s8s8s")
 _CONNECTIONS: Final = 64
 SECRET_BYTES: Final = 32
@@ -63,6 +68,21 @@ def new_key() -> str:
     return secrets.token_hex(KEY_BYTES)
 
 
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """A turn on the path of another, as far as its time to live goes."""
+
+    key: str
+    digest: bytes
+    session: str
+    ttl: TtlClass | None
+
+    @classmethod
+    def of(cls, turn: Turn) -> "Ancestor":
+        """The ancestor that a turn is."""
+        return cls(turn.key, turn.digest, turn.session, turn.ttl)
+
+
 class Ledger:
     """Client of the turn tree. Reads raise `LedgerUnavailable`; what is damaged counts as not there."""
 
@@ -71,11 +91,17 @@ class Ledger:
         url: str,
         *,
         ttl_s: int = 7 * 86_400,
+        class_ttl_s: Mapping[TtlClass, int] | None = None,
         deadline_s: float = 0.5,
         write_deadline_s: float = 2.0,
     ) -> None:
-        """`url` is `redis://`, `rediss://` or `unix://`; `deadline_s` bounds each round trip of a read."""
+        """`url` is `redis://`, `rediss://` or `unix://`; `deadline_s` bounds each round trip of a read.
+
+        `ttl_s` is for turns of no class, and of those that `class_ttl_s` leaves out.
+        """
         self.ttl_s = ttl_s
+        self._class_ttl_s = dict(class_ttl_s or {})
+        self._index_ttl_s = max(ttl_s, *self._class_ttl_s.values(), 0)
         self._deadline_s = deadline_s
         self._write_deadline_s = write_deadline_s
         pool = redis.asyncio.BlockingConnectionPool.from_url(
@@ -100,6 +126,10 @@ class Ledger:
         """Give the connections back."""
         await self._redis.aclose()
 
+    def ttl_of(self, ttl: TtlClass | None) -> int:
+        """The time to live of a class, in seconds."""
+        return self.ttl_s if ttl is None else self._class_ttl_s.get(ttl, self.ttl_s)
+
     async def versions(self, tenant: str, digests: Iterable[bytes]) -> list[list[Version]]:
         """For each digest the turns that end there, newest first; one round trip."""
         prefix = _prefix(tenant)
@@ -119,29 +149,33 @@ class Ledger:
         return [_decode(key, data) for key, data in zip(keys, stored, strict=True)]
 
     async def session(self, tenant: str, session: str) -> list[Turn]:
-        """The session's turns that are still there, oldest first; two round trips."""
+        """The session's turns that are still there, oldest first; two round trips.
+
+        Of a longer session the newest `SESSION_TURNS_READ`.
+        """
         name = f"{_prefix(tenant)}s:{_session_digest(session)}"
         async with _faults(self._deadline_s):
-            keys = cast("list[bytes]", await cast("Any", self._redis.lrange(name, 0, -1)))
+            keys = cast("list[bytes]", await cast("Any", self._redis.lrange(name, -SESSION_TURNS_READ, -1)))
         turns = await self.turns(tenant, [key.hex() for key in keys])
         return [turn for turn in turns if turn is not None]
 
-    async def append(
-        self, tenant: str, turn: Turn, version: Version, path: Sequence[tuple[str, bytes]] = ()
-    ) -> bool:
-        """Write a turn; True once Redis has acknowledged it. `path`: (key, digest) of ancestors to renew."""
+    async def append(self, tenant: str, turn: Turn, version: Version, path: Sequence[Ancestor] = ()) -> bool:
+        """Write a turn; True once Redis has acknowledged it. `path`: ancestors to renew."""
         prefix = _prefix(tenant)
-        data = encode_turn(turn)
+        data, ttl_s = encode_turn(turn), self.ttl_of(turn.ttl)
         try:
             async with _faults(self._write_deadline_s), self._redis.pipeline(transaction=True) as pipe:
-                pipe.set(f"{prefix}t:{turn.key}", data, ex=self.ttl_s)
+                pipe.set(f"{prefix}t:{turn.key}", data, ex=ttl_s)
+                self._count(pipe, tenant, f"t:{turn.key}", len(data), ttl_s)
                 self._list(pipe, f"{prefix}d:{turn.digest.hex()}", _pack(version), newest_first=True)
                 if turn.session:
                     name = f"{prefix}s:{_session_digest(turn.session)}"
                     self._list(pipe, name, bytes.fromhex(turn.key), newest_first=False)
-                for key, digest in path:
-                    pipe.expire(f"{prefix}t:{key}", self.ttl_s)
-                    pipe.expire(f"{prefix}d:{digest.hex()}", self.ttl_s)
+                for ancestor in path:
+                    pipe.expire(f"{prefix}t:{ancestor.key}", self.ttl_of(ancestor.ttl))
+                    pipe.expire(f"{prefix}d:{ancestor.digest.hex()}", self._index_ttl_s)
+                for session in {ancestor.session for ancestor in path} - {turn.session, ""}:
+                    pipe.expire(f"{prefix}s:{_session_digest(session)}", self._index_ttl_s)
                 await pipe.execute()
         except LedgerUnavailable:
             return False
@@ -156,6 +190,7 @@ class Ledger:
         try:
             async with _faults(self._write_deadline_s), self._redis.pipeline(transaction=True) as pipe:
                 pipe.set(f"{prefix}r:{key}", data, ex=self.ttl_s)
+                self._count(pipe, tenant, f"r:{key}", len(data), self.ttl_s)
                 for ancestor in path:
                     pipe.expire(f"{prefix}r:{ancestor}", self.ttl_s)
                 await pipe.execute()
@@ -174,8 +209,40 @@ class Ledger:
 
     async def delete_document(self, tenant: str, key: str) -> bool:
         """Erase the document beside the turn `key`; whether there was one."""
-        async with _faults(self._write_deadline_s):
-            return bool(await cast("Any", self._redis.delete(f"{_prefix(tenant)}r:{key}")))
+        return bool(await self._erase(tenant, [f"r:{key}"]))
+
+    async def erase_session(self, tenant: str, session: str) -> int:
+        """Erase a session's turns, their places under digests, and what stands beside them; how many turns.
+
+        Turns of other sessions that continue from these lose what they continue. Raises `LedgerUnavailable`,
+        and may then be called again: what is not yet erased is still listed.
+        """
+        prefix = _prefix(tenant)
+        name = f"{prefix}s:{_session_digest(session)}"
+        erased = 0
+        while True:
+            async with _faults(self._write_deadline_s):
+                entries = cast(
+                    "list[bytes]", await cast("Any", self._redis.lrange(name, 0, _ERASED_AT_ONCE - 1))
+                )
+            if not entries:
+                return erased
+            keys = [entry.hex() for entry in entries]
+            places = await self._places(tenant, await self.turns(tenant, keys))
+            removed = await self._erase(
+                tenant,
+                [f"{kind}:{key}" for key in keys for kind in "tr"],
+                lambda pipe, places=places, entries=entries: _unlist(pipe, name, entries, places),
+            )
+            erased += sum(value.startswith("t:") for value in removed)
+
+    async def stored_bytes(self, tenant: str) -> int:
+        """How many bytes of the ledger are the tenant's; one round trip."""
+        async with _faults(self._deadline_s):
+            now_ms = int(time.time() * 1000)
+            return await stored_bytes.stored_bytes(
+                self._redis, quote(tenant, safe=""), _prefix(tenant), now_ms
+            )
 
     async def secret(self, name: str) -> bytes:
         """The secret of that name: `SECRET_BYTES` random bytes, the same for every gateway on this ledger."""
@@ -188,14 +255,59 @@ class Ledger:
             raise LedgerUnavailable(f"{key} does not hold {SECRET_BYTES} bytes")
         return secret
 
+    async def _places(self, tenant: str, turns: Sequence[Turn | None]) -> list[tuple[str, bytes]]:
+        """Where turns are listed as versions: (list, entry)."""
+        found = [turn for turn in turns if turn is not None]
+        lists = [f"{_prefix(tenant)}d:{turn.digest.hex()}" for turn in found]
+        async with _faults(self._write_deadline_s), self._redis.pipeline(transaction=False) as pipe:
+            for name in lists:
+                pipe.lrange(name, 0, -1)
+            entries = cast("list[list[bytes]]", await pipe.execute())
+        return [
+            (name, entry)
+            for name, turn, listed in zip(lists, found, entries, strict=True)
+            for entry in listed
+            if entry.startswith(bytes.fromhex(turn.key))
+        ]
+
+    async def _erase(
+        self, tenant: str, names: Sequence[str], also: Callable[[Any], None] | None = None
+    ) -> list[str]:
+        """Erase values by their names without the tenant's prefix; which of them were there."""
+        prefix = _prefix(tenant)
+        async with _faults(self._write_deadline_s):
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for name in names:
+                    pipe.strlen(f"{prefix}{name}")
+                sizes = cast("list[int]", await pipe.execute())
+            there = [(name, size) for name, size in zip(names, sizes, strict=True) if size]
+            async with self._redis.pipeline(transaction=True) as pipe:
+                for name, _ in there:
+                    pipe.delete(f"{prefix}{name}")
+                stored_bytes.discount(pipe, quote(tenant, safe=""), there)
+                if also is not None:
+                    also(pipe)
+                await pipe.execute()
+        return [name for name, _ in there]
+
+    def _count(self, pipe: Any, tenant: str, name: str, size: int, ttl_s: int) -> None:
+        stored_bytes.count(
+            pipe,
+            quote(tenant, safe=""),
+            name,
+            size,
+            now_ms=int(time.time() * 1000),
+            ttl_s=ttl_s,
+            index_ttl_s=self._index_ttl_s,
+        )
+
     def _list(self, pipe: Any, name: str, entry: bytes, *, newest_first: bool) -> None:
         if newest_first:
             pipe.lpush(name, entry)
             pipe.ltrim(name, 0, VERSIONS_KEPT - 1)
         else:
             pipe.rpush(name, entry)
-            pipe.ltrim(name, -SESSION_TURNS_KEPT, -1)
-        pipe.expire(name, self.ttl_s)
+        pipe.expire(name, self._index_ttl_s)
 
 
 @asynccontextmanager
@@ -205,6 +317,12 @@ async def _faults(deadline_s: float) -> AsyncGenerator[None]:
             yield
     except (RedisError, OSError, TimeoutError) as error:
         raise LedgerUnavailable(str(error) or type(error).__name__) from error
+
+
+def _unlist(pipe: Any, session: str, entries: Sequence[bytes], places: Sequence[tuple[str, bytes]]) -> None:
+    pipe.ltrim(session, len(entries), -1)
+    for name, entry in places:
+        pipe.lrem(name, 1, entry)
 
 
 def _prefix(tenant: str) -> str:

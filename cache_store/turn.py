@@ -3,7 +3,7 @@
 Format, version 1. Integers in the header are little-endian; `varint` is unsigned LEB128 (DWARF 5, section
 7.6); text is UTF-8 behind its length as a varint.
 
-    header   "LT" | version u8 | flags u8 (0) | xxh3-64 of what follows | key 16 bytes
+    header   "LT" | version u8 | class of its time to live u8 | xxh3-64 u64 | key 16 bytes
     body     a zstd frame (RFC 8878) of:
       parent 16 bytes (zeros: none) | digest 16 | head 8
       created_ms | renewed_ms | messages | tail start | tail length | highest id varints
@@ -13,6 +13,9 @@ Format, version 1. Integers in the header are little-endian; `varint` is unsigne
       prompt, completion, closing: count as varint, bytes per id u8, ids little-endian
       reasoning                                                                    text
       calls: count as varint, then id, name, arguments                             texts
+
+The classes are those of `cache_store.retention`: 0 none, 1 `5m`, 2 `1h`, 3 `24h`. The checksum is that of key
+and body, seeded with the class.
 
 A reader takes nothing but bytes whose checksum, version and key are what it asked for.
 """
@@ -26,6 +29,8 @@ from typing import Final
 import xxhash
 import zstandard
 
+from cache_store.retention import TtlClass
+
 KEY_BYTES: Final = 16
 DIGEST_BYTES: Final = 16
 SHORT_BYTES: Final = 8
@@ -37,6 +42,7 @@ _HEADER: Final = struct.Struct("<2sBBQ16s")
 _MAGIC: Final = b"LT"
 _VERSION: Final = 1
 _ZSTD_LEVEL: Final = 3
+_CLASSES: Final[tuple[TtlClass | None, ...]] = (None, "5m", "1h", "24h")
 
 
 class TurnFormatError(ValueError):
@@ -54,8 +60,8 @@ class Turn:
     prompt: ids that the request adds to the parent's tokens; tail: (start, length) of the part of them that
     speaks for this turn only. completion: ids exactly as sampled; closing: ids that close what was cut.
     calls: (id, name, arguments). highest: the highest of all these ids. usage: the six counts of the format.
-    Times are Unix times in ms;
-    renewed_ms is when the path's time to live was last renewed.
+    Times are Unix times in ms; renewed_ms is when the path's time to live was last renewed; ttl is the class
+    that the client asked for.
     """
 
     key: str
@@ -76,6 +82,7 @@ class Turn:
     finish: str
     highest: int
     usage: tuple[int, ...]
+    ttl: TtlClass | None = None
 
     def __post_init__(self) -> None:
         assert len(self.key) == 2 * KEY_BYTES and len(self.digest) == DIGEST_BYTES
@@ -116,29 +123,31 @@ def encode_turn(turn: Turn) -> bytes:
             _put_text(body, text)
     key = bytes.fromhex(turn.key)
     packed = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(body)
-    return _HEADER.pack(_MAGIC, _VERSION, 0, xxhash.xxh3_64_intdigest(key + packed), key) + packed
+    ttl = _CLASSES.index(turn.ttl)
+    checksum = xxhash.xxh3_64_intdigest(key + packed, seed=ttl)
+    return _HEADER.pack(_MAGIC, _VERSION, ttl, checksum, key) + packed
 
 
 def decode_turn(key: str, data: bytes) -> Turn:
     """The turn of these bytes. Raises `TurnFormatError` unless they are that of `key`, unchanged."""
     if len(data) < _HEADER.size:
         raise TurnFormatError("cut short")
-    magic, version, flags, checksum, stored_key = _HEADER.unpack_from(data)
-    if (magic, version, flags) != (_MAGIC, _VERSION, 0):
+    magic, version, ttl, checksum, stored_key = _HEADER.unpack_from(data)
+    if (magic, version) != (_MAGIC, _VERSION) or ttl >= len(_CLASSES):
         raise TurnFormatError("not a turn of this version")
     if stored_key != bytes.fromhex(key):
         raise TurnFormatError("another turn")
     packed = data[_HEADER.size :]
-    if xxhash.xxh3_64_intdigest(stored_key + packed) != checksum:
+    if xxhash.xxh3_64_intdigest(stored_key + packed, seed=ttl) != checksum:
         raise TurnFormatError("changed since it was written")
     try:
         body = zstandard.ZstdDecompressor().decompress(packed, max_output_size=MAX_TURN_BYTES)
-        return _parse(key, _Reader(body))
+        return _parse(key, _Reader(body), _CLASSES[ttl])
     except (zstandard.ZstdError, IndexError, ValueError, AssertionError) as error:
         raise TurnFormatError(f"does not parse: {error}") from error
 
 
-def _parse(key: str, reader: "_Reader") -> Turn:
+def _parse(key: str, reader: "_Reader", ttl: TtlClass | None) -> Turn:
     parent, digest, head = (reader.take(size) for size in (KEY_BYTES, DIGEST_BYTES, SHORT_BYTES))
     created_ms, renewed_ms, messages, start, length, highest = (reader.varint() for _ in range(6))
     usage = tuple(reader.varint() for _ in range(6))
@@ -166,6 +175,7 @@ def _parse(key: str, reader: "_Reader") -> Turn:
         finish=finish,
         highest=highest,
         usage=usage,
+        ttl=ttl,
     )
 
 

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cache_store.ledger import Ledger, LedgerUnavailable, Version, new_key
+from cache_store.ledger import Ancestor, Ledger, LedgerUnavailable, Version, new_key
+from cache_store.retention import TtlClass
 from cache_store.turn import Turn
 from model.tokenizer import K3Tokenizer
 from service import marks
@@ -47,19 +48,21 @@ _RENEW_AFTER: Final = 1 / 8
 class TurnContext:
     """What `Turns.record` needs to know of a prompt.
 
-    path: (key, digest) of the continued turns, root first; `covered` messages and `renewed_ms` are the last
-    one's. added: the ids that the prompt adds to theirs, with the turn's own part of them at `tail`.
+    path: the continued turns, root first; `covered` messages and `renewed_ms` are the last one's. session:
+    the request's, else the last one's. ttl: the class that the client asked for. added: the ids that the
+    prompt adds to theirs, with the turn's own part of them at `tail`.
     """
 
     tenant: str
     session: str | None
     conversation: Conversation
     chain: Chain
-    path: tuple[tuple[str, bytes], ...]
+    path: tuple[Ancestor, ...]
     covered: int
     renewed_ms: int | None
     added: Sequence[int]
     tail: tuple[int, int]
+    ttl: TtlClass | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +121,18 @@ class Turns:
             )
         self._tokenizer_digest = _tokenizer_digest(tokenizer)
 
-    async def prepare(self, tenant: str, session: str | None, conversation: Conversation) -> Prompt:
+    async def prepare(
+        self,
+        tenant: str,
+        session: str | None,
+        conversation: Conversation,
+        *,
+        ttl: TtlClass | None = None,
+    ) -> Prompt:
         """The prompt for the conversation's next message. Never fails for a fault of the ledger.
+
+        `ttl` is the class of the turn that is to be recorded; its session, where the request names none, that
+        of the turn that it continues.
 
         Raises `ValueError` naming the field when a message cannot be encoded.
         """
@@ -155,14 +168,15 @@ class Turns:
             divergence=ancestry.divergence,
             context=TurnContext(
                 tenant=tenant,
-                session=session,
+                session=session or (path[-1].session if path else None),
                 conversation=conversation,
                 chain=digests,
-                path=tuple((turn.key, turn.digest) for turn in path),
+                path=tuple(map(Ancestor.of, path)),
                 covered=covered,
                 renewed_ms=path[-1].renewed_ms if path else None,
                 added=array("I", rendered.ids),
                 tail=rendered.tail,
+                ttl=ttl,
             ),
         )
 
@@ -173,7 +187,8 @@ class Turns:
         message = _assistant_message(context.conversation, completion)
         shown, reasoning = fingerprint(message), reasoning_digest(message)
         aged_ms = now_ms - (context.renewed_ms or now_ms)
-        renew = aged_ms > self._ledger.ttl_s * 1000 * _RENEW_AFTER
+        shortest_s = min((self._ledger.ttl_of(ancestor.ttl) for ancestor in context.path), default=0)
+        renew = aged_ms > shortest_s * 1000 * _RENEW_AFTER
         usage = completion.usage
         turn = Turn(
             key=prompt.turn,
@@ -204,6 +219,7 @@ class Turns:
                 usage.cached_host_tokens,
                 usage.cached_storage_tokens,
             ),
+            ttl=context.ttl,
         )
         version = Version(
             key=prompt.turn,

@@ -14,13 +14,15 @@ import redis
 
 from cache_store.ledger import (
     SECRET_BYTES,
-    SESSION_TURNS_KEPT,
+    SESSION_TURNS_READ,
     VERSIONS_KEPT,
+    Ancestor,
     Ledger,
     LedgerUnavailable,
     Version,
     new_key,
 )
+from cache_store.retention import TtlClass
 from cache_store.servers import RedisServer, Role
 from cache_store.turn import DIGEST_BYTES, MARK_BYTES, SHORT_BYTES, Turn
 
@@ -49,7 +51,13 @@ def redis_at(server: RedisServer) -> Iterator[redis.Redis]:
         client.close()
 
 
-def turn(*, digest: bytes = bytes(DIGEST_BYTES), parent: str | None = None, session: str = "") -> Turn:
+def turn(
+    *,
+    digest: bytes = bytes(DIGEST_BYTES),
+    parent: str | None = None,
+    session: str = "",
+    ttl: TtlClass | None = None,
+) -> Turn:
     return Turn(
         key=new_key(),
         parent=parent,
@@ -69,6 +77,7 @@ def turn(*, digest: bytes = bytes(DIGEST_BYTES), parent: str | None = None, sess
         finish="stop",
         highest=163_000,
         usage=(0,) * 6,
+        ttl=ttl,
     )
 
 
@@ -113,7 +122,7 @@ async def test_versions_are_newest_first_and_bounded(server: RedisServer) -> Non
 
 async def test_a_session_is_bounded(server: RedisServer) -> None:
     tenant = new_key()
-    written = [turn(session="s") for _ in range(SESSION_TURNS_KEPT + 2)]
+    written = [turn(session="s") for _ in range(SESSION_TURNS_READ + 2)]
     async with ledger_at(server) as ledger:
         for one in written:
             await ledger.append(tenant, one, version(one))
@@ -131,7 +140,7 @@ async def test_everything_expires(server: RedisServer) -> None:
             assert all(90 < client.ttl(name) <= 100 for name in names)
             for name in names:
                 client.expire(name, 10)
-            await ledger.append(tenant, child, version(child), [(parent.key, parent.digest)])
+            await ledger.append(tenant, child, version(child), [Ancestor.of(parent)])
             left = [client.ttl(name) for name in client.scan_iter(f"longhaul:turns:{tenant}:*")]
             assert len(left) == 5
             assert all(90 < seconds <= 100 for seconds in left)
@@ -143,8 +152,9 @@ async def test_a_turn_is_written_in_one_transaction(server: RedisServer) -> None
         assert await ledger.ping()
         with redis_at(server) as client, client.monitor() as monitor:
             assert await ledger.append(tenant, written, version(written))
-            commands = [monitor.next_command()["command"].split()[0] for _ in range(9)]
-    assert commands == ["MULTI", "SET", "LPUSH", "LTRIM", "EXPIRE", "RPUSH", "LTRIM", "EXPIRE", "EXEC"]
+            commands = [monitor.next_command()["command"].split()[0] for _ in range(12)]
+    counted, listed = ["ZADD", "INCRBY", "EXPIRE", "EXPIRE"], ["LPUSH", "LTRIM", "EXPIRE", "RPUSH", "EXPIRE"]
+    assert commands == ["MULTI", "SET", *counted, *listed, "EXEC"]
 
 
 async def test_lookups_take_two_round_trips(server: RedisServer) -> None:
@@ -311,7 +321,7 @@ async def test_no_acknowledged_turn_is_lost_nor_half_there_after_kill_9(tmp_path
                 assert [found.key for found in versions] == ([one.key] if there else [])
             listed = await ledger.session("t", "s")
             complete = sum(one is not None for one in present)
-            assert len({one.key for one in listed}) == len(listed) == min(complete, SESSION_TURNS_KEPT)
+            assert len({one.key for one in listed}) == len(listed) == min(complete, SESSION_TURNS_READ)
     finally:
         server.stop()
 
@@ -343,3 +353,91 @@ async def test_a_secret_is_made_once(server: RedisServer) -> None:
         assert made[0] == made[1]
         assert len(made[0]) == SECRET_BYTES
         assert await one.secret("y") != made[0]
+
+
+def size_of(client: redis.Redis, tenant: str) -> int:
+    """What Redis itself says of the tenant's turns and documents."""
+    names = [name for kind in "tr" for name in client.scan_iter(f"longhaul:turns:{tenant}:{kind}:*")]
+    return sum(client.strlen(name) for name in names)  # type: ignore[misc]
+
+
+async def test_a_session_is_erased_as_a_whole_and_alone(server: RedisServer) -> None:
+    """More turns than are erased or read at once, forks, documents; what others have stays."""
+    tenant, other, digest = new_key(), new_key(), os.urandom(DIGEST_BYTES)
+    async with ledger_at(server) as ledger:
+        mine = [turn(session="mine", digest=digest if n < 9 else os.urandom(16)) for n in range(600)]
+        theirs = [turn(session="theirs", digest=digest) for _ in range(3)]
+        for one in (*mine, *theirs):
+            assert await ledger.append(tenant, one, version(one))
+        foreign = turn(session="mine", digest=digest)
+        assert await ledger.append(other, foreign, version(foreign))
+        for key in (mine[0].key, mine[-1].key, theirs[0].key):
+            assert await ledger.put_document(tenant, key, {"text": "x"})
+        assert await ledger.erase_session(tenant, "mine") == len(mine)
+        assert await ledger.session(tenant, "mine") == []
+        with redis_at(server) as client:
+            names = list(client.scan_iter(f"longhaul:turns:{tenant}:*"))
+            held = b"".join(
+                b"".join(client.lrange(name, 0, -1))  # type: ignore[arg-type]
+                for name in names
+                if client.type(name) == b"list"
+            )
+            for one in mine:
+                assert bytes.fromhex(one.key) not in held
+                assert not any(one.key.encode() in name for name in names)
+            assert await ledger.stored_bytes(tenant) == size_of(client, tenant) > 0
+        assert await ledger.session(tenant, "theirs") == theirs
+        assert await ledger.documents(tenant, [theirs[0].key]) == [{"text": "x"}]
+        assert [one.key for one in (await ledger.versions(tenant, [digest]))[0]] == [
+            one.key for one in reversed(theirs)
+        ]
+        assert await ledger.session(other, "mine") == [foreign]
+        assert await ledger.erase_session(tenant, "mine") == 0
+
+
+async def test_bytes_are_counted_while_they_are_there(server: RedisServer) -> None:
+    tenant = new_key()
+    async with ledger_at(server, ttl_s=100) as ledger:
+        assert await ledger.stored_bytes(tenant) == 0
+        expired, renewed, kept = (turn(session="s", digest=os.urandom(16)) for _ in range(3))
+        for one in (expired, renewed, kept):
+            assert await ledger.append(tenant, one, version(one))
+        assert await ledger.put_document(tenant, kept.key, {"text": "x" * 500})
+        with redis_at(server) as client:
+            assert await ledger.stored_bytes(tenant) == size_of(client, tenant)
+            due = f"longhaul:stored:{tenant}:due"
+            for name in client.zrange(due, 0, -1):
+                client.zadd(due, {name: 1})  # as if all that time had gone by
+            client.delete(f"longhaul:turns:{tenant}:t:{expired.key}")
+            assert await ledger.stored_bytes(tenant) == size_of(client, tenant)
+            assert client.zcard(due) == 3
+            assert client.zcount(due, "-inf", 1) == 0
+        assert await ledger.delete_document(tenant, kept.key)
+        assert not await ledger.delete_document(tenant, kept.key)
+        with redis_at(server) as client:
+            assert await ledger.stored_bytes(tenant) == size_of(client, tenant)
+
+
+async def test_each_class_has_its_time(server: RedisServer) -> None:
+    tenant = new_key()
+    ledger = Ledger(server.url, ttl_s=1000, class_ttl_s={"5m": 500, "1h": 2000})
+    written = {ttl: turn(ttl=ttl, session=str(ttl)) for ttl in (None, "5m", "1h", "24h")}
+    for one in written.values():
+        assert await ledger.append(tenant, one, version(one))
+    with redis_at(server) as client:
+        prefix = f"longhaul:turns:{tenant}:"
+        left = {ttl: client.ttl(f"{prefix}t:{one.key}") for ttl, one in written.items()}
+        for ttl, seconds in ((None, 1000), ("5m", 500), ("1h", 2000), ("24h", 1000)):
+            assert seconds - 9 < left[ttl] <= seconds
+        lists = [name for kind in "ds" for name in client.scan_iter(f"{prefix}{kind}:*")]
+        assert len(lists) == 5
+        assert all(1990 < client.ttl(name) <= 2000 for name in lists)
+        for name in client.scan_iter(f"{prefix}*"):
+            client.expire(name, 10)
+        child = turn(parent=written["1h"].key)
+        assert await ledger.append(tenant, child, version(child), [Ancestor.of(written["1h"])])
+        assert client.ttl(f"{prefix}t:{written['1h'].key}") > 1990
+        assert client.ttl(f"{prefix}t:{written['5m'].key}") <= 10
+        assert sum(client.ttl(name) > 1990 for name in lists) == 2, "its digest's, and its session's"
+    assert await ledger.turns(tenant, [written["1h"].key]) == [written["1h"]]
+    await ledger.close()
