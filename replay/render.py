@@ -159,6 +159,7 @@ def _row(record: Record, begin: float) -> dict[str, Any]:
         "sent_s": record.sent_s - begin,
         "messages": len(planned.messages),
         "input_requested": planned.input_tokens,
+        "input_planned": planned.planned_tokens,
         "output_requested": planned.output_tokens,
         "prefix_tokens": planned.prefix_tokens,
     }
