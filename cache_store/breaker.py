@@ -1,4 +1,8 @@
-"""A circuit breaker: after enough failures in a row a dead server is not asked again by a request."""
+"""A circuit breaker: a dead server is not asked again by a request.
+
+It opens after enough failures in a row, or after one that took all the time that a call may take: SGLang
+looks up one request after the other, so each further wait would add to those of all that queue behind it.
+"""
 
 import threading
 import time
@@ -18,7 +22,7 @@ class State(IntEnum):
 
 
 class Breaker:
-    """Counts failures in a row, refuses calls after `threshold` of them, and closes after a good probe.
+    """Counts failures in a row, refuses calls after `threshold` of them, closes after a good probe.
 
     Calls that serve a request never are the probe: whoever owns the breaker probes from a thread of its own
     (`admit_probe`), so that no request pays for finding out that the server is still dead. Each failed probe
@@ -73,15 +77,15 @@ class Breaker:
                 self._failures = 0
                 self._cooldown_s = self._first_cooldown_s
 
-    def failed(self) -> None:
-        """Report a call or a probe that failed or ran out of time."""
+    def failed(self, *, at_once: bool = False) -> None:
+        """Report a call or a probe that failed; with `at_once` it is enough to open the breaker."""
         with self._lock:
             if self._state is State.HALF_OPEN:
                 self._cooldown_s = min(2 * self._cooldown_s, self._max_cooldown_s)
                 self._open()
                 return
             self._failures += 1
-            if self._state is State.CLOSED and self._failures >= self._threshold:
+            if self._state is State.CLOSED and (at_once or self._failures >= self._threshold):
                 self._open()
 
     def _open(self) -> None:

@@ -19,7 +19,7 @@ from cache_store.breaker import Breaker, State
 from cache_store.format import Segments, ValueId
 from cache_store.life import Life
 from cache_store.options import StoreOptions
-from cache_store.resp import Connection
+from cache_store.resp import Connection, Status
 from cache_store.retries import RetryQueue
 from cache_store.stream import Deadline, ServerRefused, WireError
 from cache_store.wire import BlobClient
@@ -27,6 +27,8 @@ from cache_store.wire import BlobClient
 _TICK_S = 0.2
 _CLEAR_TIMEOUT_S = 60.0
 _CLEAR_KEYS = 1000
+# Share of a call's time that counts as all of it.
+_WHOLE = 0.95
 
 
 class ValueStore:
@@ -101,9 +103,21 @@ class ValueStore:
         self._wake.set()
         return kept
 
-    def prolong(self, values: Sequence[ValueId], life_ms: Life) -> None:
-        """Let each value that exists live for `life_ms` at least."""
-        self._call("prolong", lambda c: life.prolong(c, values, life_ms))
+    def record(self, key: bytes, length: int) -> bytes | None:
+        """What is under `key`, if it has that length, in bytes; it has no header and is not checked."""
+        target = bytearray(length)
+        found = False
+
+        def work(connection: Connection) -> None:
+            nonlocal found
+            found = list(connection.read([key], [[memoryview(target)]])) == [Status.READ]
+
+        self._call("bookkeeping", work)
+        return bytes(target) if found else None
+
+    def prolong(self, values: Sequence[ValueId], life_ms: Life) -> bool:
+        """Let each value that exists live for `life_ms` at least; False after a fault."""
+        return self._call("prolong", lambda c: life.prolong(c, values, life_ms))
 
     def shorten(self, values: Sequence[ValueId], life_ms: Life) -> int:
         """Let each value that exists live for `life_ms` at most; returns how many would have lived longer."""
@@ -172,26 +186,31 @@ class ValueStore:
         _count("written", values, done, pool)
         return done
 
-    def _call(self, call: str, work: Callable[[Connection], None]) -> None:
-        """Do `work` with a connection, if the breaker lets it. A fault ends it; what it did so far stands."""
+    def _call(self, call: str, work: Callable[[Connection], None]) -> bool:
+        """Do `work` with a connection, if the breaker lets it; False if it did not come to its end.
+
+        A fault ends it; what it did so far stands.
+        """
         if not self._breaker.admits():
             self.faults.count("breaker_open", "the server is not asked until it answers a probe")
-            return
+            return False
         started = time.perf_counter()
         try:
             with self._client.connection(Deadline(self._options.timeout_s)) as connection:
                 work(connection)
         except WireError as error:
-            self._failed(error)
+            self._failed(error, time.perf_counter() - started)
+            return False
         else:
             self._breaker.succeeded()
+            return True
         finally:
             metrics.SECONDS.labels(call).observe(time.perf_counter() - started)
 
-    def _failed(self, error: WireError) -> None:
+    def _failed(self, error: WireError, spent_s: float) -> None:
         kind = transfer.refusal_kind(error) if isinstance(error, ServerRefused) else error.kind
         self.faults.count(kind, f"{self}: {error}")
-        self._breaker.failed()
+        self._breaker.failed(at_once=spent_s >= _WHOLE * self._options.timeout_s)
         # What broke one connection has most likely broken those that idle.
         self._client.drop_idle()
         metrics.BREAKER.labels(str(self)).set(self._breaker.state)
@@ -210,19 +229,21 @@ class ValueStore:
                 self.faults.count("internal", error, trace=True)
         drained_by = time.monotonic() + self._options.drain_s
         with contextlib.suppress(Exception):
-            while len(self._retries) and self._breaker.admits() and time.monotonic() < drained_by:
+            while len(self._retries) and time.monotonic() < drained_by:
+                self._probe()
                 if not self._retry():
                     time.sleep(_TICK_S / 4)
 
     def _probe(self) -> None:
         if not self._breaker.admit_probe():
             return
+        started = time.perf_counter()
         try:
             self._client.resolve()
             with self._client.connection(Deadline(self._options.timeout_s)) as connection:
                 connection.ping()
         except WireError as error:
-            self._failed(error)
+            self._failed(error, time.perf_counter() - started)
         else:
             self._breaker.succeeded()
             self.faults.forget()

@@ -70,6 +70,12 @@ def test_failed_probes_wait_longer_each_time_and_success_forgets_it():
     assert found.admit_probe()
 
 
+def test_a_failure_that_cost_a_whole_deadline_opens_it_at_once():
+    found = Breaker(threshold=3, clock=Clock())
+    found.failed(at_once=True)
+    assert found.state is State.OPEN
+
+
 def test_a_call_that_began_before_it_opened_does_not_close_it():
     found = opened(Clock())
     found.succeeded()

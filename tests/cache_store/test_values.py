@@ -250,7 +250,7 @@ def test_a_stalled_server_costs_the_deadline_then_nothing(hasty: ValueStore, red
     assert max(spent) < TIMEOUT_S + 0.5
     assert hasty.breaker_state is not State.CLOSED
     # Once it is open, no call waits, not even while a probe is under way.
-    assert max(spent[3:]) < TIMEOUT_S / 2
+    assert max(spent[1:]) < TIMEOUT_S / 2
     assert errors("breaker_open") > 0
     redis_process.signal(signal.SIGCONT)
     eventually(lambda: hasty.breaker_state is State.CLOSED)
@@ -266,6 +266,7 @@ def test_replies_that_come_too_late_are_nobodys(hasty: ValueStore, redis_process
         redis_process.signal(signal.SIGSTOP)
         assert a.fetch(hasty) == [False] * 5
         redis_process.signal(signal.SIGCONT)
+        eventually(lambda: hasty.breaker_state is State.CLOSED)
         assert b.fetch(hasty) == [True] * 5
         assert a.fetch(hasty) == [True] * 5
 
