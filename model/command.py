@@ -14,6 +14,7 @@ from pathlib import Path
 EXAMPLES = """\
   longhaul model build
   longhaul model build --output /tmp/k3 --seed 7 --json
+  longhaul model train --output runs/k3-small --minutes 13
 """
 
 
@@ -29,10 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     build.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
     build.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    from model.training import command as training
+
+    training.add_arguments(actions)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build and report; 0 when the checkpoint stands, 1 when it could not be written."""
+    """Do as asked; 0 when it succeeded, 1 when it failed, 2 for bad arguments."""
+    if args.action == "train":
+        from model.training import command as training
+
+        return training.run(args)
+    return _build(args)
+
+
+def _build(args: argparse.Namespace) -> int:
     from model import tiny  # torch: not for `--help`
 
     path: Path = args.output or tiny.default_path()

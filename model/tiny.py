@@ -44,8 +44,8 @@ _LATENT: Final = 128
 _CONV: Final = 4
 _FULL_ATTENTION_LAYERS: Final = (4, 8)  # from 1, as K3's configuration counts
 
-_TOKEN_ROLES: Final = {"bos": "[BOS]", "eos": "<|end_of_msg|>", "pad": "[PAD]"}
-_SOURCES: Final = ("encoding.py", "tokenizer.py", "tokenization_k3.py")
+TOKEN_ROLES: Final = {"bos": "[BOS]", "eos": "<|end_of_msg|>", "pad": "[PAD]"}
+SOURCES: Final = ("encoding.py", "tokenizer.py", "tokenization_k3.py")
 
 
 class CheckpointError(Exception):
@@ -115,12 +115,12 @@ def _write(path: Path, seed: int) -> Checkpoint:
     tensors = {weight.name: weight.draw(seed) for weight in weights(text, TEXT_TOKENS)}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     (path / "model.safetensors").chmod(0o644)
-    for name in _SOURCES:
+    for name in SOURCES:
         shutil.copyfile(Path(__file__).with_name(name), path / name)
     (path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     _write_json(path / "tokenizer_config.json", tokenizer_config())
     _write_json(path / "config.json", config())
-    tokens = {f"{name}_token_id": SPECIAL_IDS[text] for name, text in _TOKEN_ROLES.items()}
+    tokens = {f"{name}_token_id": SPECIAL_IDS[text] for name, text in TOKEN_ROLES.items()}
     _write_json(path / "generation_config.json", tokens)
     parameters = sum(tensor.numel() for tensor in tensors.values())
     files = {file.name: _sha256(file) for file in sorted(path.iterdir())}
@@ -134,7 +134,7 @@ def config() -> dict[str, Any]:
     `vocab_size` stands in `text_config` alone: SGLang's `KimiK3Config` derives the outer one and cannot set
     it. The vision tower exists in name only, as no image is ever encoded.
     """
-    tokens = {f"{name}_token_id": SPECIAL_IDS[text] for name, text in _TOKEN_ROLES.items()}
+    tokens = {f"{name}_token_id": SPECIAL_IDS[text] for name, text in TOKEN_ROLES.items()}
     text = {
         "model_type": "kimi_linear",
         "vocab_size": VOCAB_SIZE,

@@ -1,4 +1,4 @@
-"""The tiny checkpoint's vocabulary: byte-level BPE trained on `tokenization/corpus.txt`.
+"""Small vocabularies: byte-level BPE. The tiny checkpoint's is trained on `tokenization/corpus.txt`.
 
 K3 in small: the same split pattern, byte-pair tokens first, then the special tokens in the same places as in
 the released vocabulary (`[BOS]` 163584, `<|open|>` 163587, ...), with reserved tokens between them. Training
@@ -8,6 +8,7 @@ is deterministic, so the file has the same bytes on every machine.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -37,13 +38,28 @@ _SPECIAL_OFFSETS: Final = {
     "[PAD]": SPECIAL_TOKENS - 1,
 }
 
-SPECIAL_IDS: Final = MappingProxyType({text: TEXT_TOKENS + at for text, at in _SPECIAL_OFFSETS.items()})
+
+def special_ids(vocab_size: int) -> dict[str, int]:
+    """Named special tokens and their ids in a vocabulary of this size."""
+    return {text: vocab_size - SPECIAL_TOKENS + at for text, at in _SPECIAL_OFFSETS.items()}
+
+
+SPECIAL_IDS: Final = MappingProxyType(special_ids(VOCAB_SIZE))
 """Named special tokens and their ids."""
 
 
 @cache
 def tokenizer_json() -> str:
-    """Content of `tokenizer.json`."""
+    """Content of the tiny checkpoint's `tokenizer.json`."""
+    corpus = Path(__file__).with_name("tokenization") / "corpus.txt"
+    return train([corpus.read_text(encoding="utf-8")], VOCAB_SIZE)
+
+
+def train(texts: Iterable[str], vocab_size: int) -> str:
+    """Content of a `tokenizer.json` with `vocab_size` tokens, learnt from texts.
+
+    Raises `ValueError` when the texts are too short for so many tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -52,24 +68,24 @@ def tokenizer_json() -> str:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    corpus = Path(__file__).with_name("tokenization") / "corpus.txt"
+    text_tokens = vocab_size - SPECIAL_TOKENS
     trainer = trainers.BpeTrainer(
-        vocab_size=TEXT_TOKENS,
+        vocab_size=text_tokens,
         min_frequency=1,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([corpus.read_text(encoding="utf-8")], trainer)
-    names = {id: text for text, id in SPECIAL_IDS.items()}
+    tokenizer.train_from_iterator(texts, trainer)
+    names = {id: text for text, id in special_ids(vocab_size).items()}
     tokenizer.add_special_tokens(
         [
             AddedToken(names.get(id, f"<|reserved_token_{id}|>"), special=True, normalized=False)
-            for id in range(TEXT_TOKENS, VOCAB_SIZE)
+            for id in range(text_tokens, vocab_size)
         ]
     )
-    if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise RuntimeError(
-            f"{corpus} gives {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}; lengthen it"
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"the texts give {tokenizer.get_vocab_size()} tokens, not {vocab_size}; lengthen them"
         )
     return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=1) + "\n"
 

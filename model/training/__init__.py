@@ -1,0 +1,1 @@
+"""Training of a small K3: its network with gradients, its data, its optimiser."""

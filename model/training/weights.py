@@ -1,0 +1,37 @@
+"""From the trainer's parameters to the checkpoint's tensors and back: experts are stacked in the one alone."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from model.training.network import Network
+
+_PREFIX = "language_model."
+_MOE = "block_sparse_moe."
+_STACKED = ("w1", "w2", "w3")
+
+
+def to_checkpoint(network: Network) -> dict[str, Tensor]:
+    """Float32 tensors under the checkpoint's names."""
+    tensors: dict[str, Tensor] = {}
+    for name, weight in network.named_parameters():
+        at, _, last = name.rpartition(".")
+        if last in _STACKED:
+            for expert, matrix in enumerate(weight.detach()):
+                tensors[f"{_PREFIX}{at}.experts.{expert}.{last}.weight"] = matrix.float().cpu().clone()
+        else:
+            tensors[_PREFIX + name] = weight.detach().float().cpu().clone()
+    return tensors
+
+
+@torch.no_grad()
+def from_checkpoint(network: Network, tensors: Mapping[str, Tensor]) -> None:
+    """Load what `to_checkpoint` gave. Raises KeyError for a tensor that is missing."""
+    for name, weight in network.named_parameters():
+        at, _, last = name.rpartition(".")
+        if last in _STACKED:
+            parts = [tensors[f"{_PREFIX}{at}.experts.{n}.{last}.weight"] for n in range(len(weight))]
+            weight.copy_(torch.stack(parts))
+        else:
+            weight.copy_(tensors[_PREFIX + name])
