@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,11 +33,13 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_server_args
 
 from cache_store import metrics, namespace
+from cache_store.chain import Span, StoredPool
 from cache_store.format import ValueId
+from cache_store.keeper import Keeper
 from cache_store.namespace import Parallelism
 from cache_store.options import StoreOptions
 from cache_store.pages import HostPages, Page, memory
-from cache_store.values import ValueStore
+from cache_store.shards import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -59,27 +60,6 @@ _ENGINE_ARGUMENTS = (
     "linear_attn_prefill_backend",
     # Not that of verification, which comes with a draft and fits in with the others.
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    """A registered host pool and where its pages are in the store."""
-
-    pages: HostPages
-    space: bytes
-    shard: str
-
-    def keys(self, pages: Sequence[str]) -> list[bytes]:
-        return namespace.page_keys(self.space, self.pages.geometry.name, pages, self.shard)
-
-    def values(self, pages: Sequence[str]) -> list[ValueId]:
-        length = self.pages.geometry.page_bytes
-        return [ValueId(key, self.space, length) for key in self.keys(pages)]
-
-    @property
-    def record_bytes(self) -> int:
-        """Length of what is under each key."""
-        return ValueId(b"any", self.space, self.pages.geometry.page_bytes).record_bytes
 
 
 class RedisStore(HiCacheStorage):
@@ -108,9 +88,11 @@ class RedisStore(HiCacheStorage):
         )
         self._base: bytes | None = None
         self._hosts: dict[str, HostPages] = {}
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, StoredPool] = {}
         self._bandwidth = _Bandwidth()
-        self._values = ValueStore(self._options)
+        self._values = Shards(self._options)
+        self._keeper = Keeper(self._values, self._options)
+        self._is_told_of_prefixes = True
 
     @property
     def faults(self) -> metrics.Faults:
@@ -166,7 +148,8 @@ class RedisStore(HiCacheStorage):
         # SGLang's verdict on the KV pool stands; the other pools speak for themselves.
         replicated = self._config.is_mla_model if name == PoolName.KV else not pages.is_sharded
         shard = self._parallelism.shard(replicated=replicated)
-        self._pools[name] = _Pool(pages, space, shard)
+        self._pools[name] = pool = StoredPool(name, space, shard, pages.geometry.page_bytes)
+        self._keeper.register(pool, page_tokens=pages.geometry.page_tokens if name == PoolName.KV else None)
         logger.info(
             "store %s: pool %s, %d bytes a page, %s, namespace %s, shard %r",
             self._values,
@@ -208,7 +191,10 @@ class RedisStore(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         """Read KV pages into the host pool; for each key whether it is there now."""
-        return self._guarded(lambda: self._read(str(PoolName.KV), keys, host_indices), [False] * len(keys))
+        return self._guarded(
+            lambda: self._read(str(PoolName.KV), self._span(keys, extra_info), host_indices),
+            [False] * len(keys),
+        )
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -217,7 +203,7 @@ class RedisStore(HiCacheStorage):
 
         A page of the draft that is missing is filled with zeros and counts as read.
         """
-        return self._each(transfers, self._read)
+        return self._each(transfers, extra_info, self._read)
 
     # Writing, on the backup thread.
 
@@ -228,13 +214,16 @@ class RedisStore(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         """Write KV pages from the host pool; for each key whether it is stored, or will be."""
-        return self._guarded(lambda: self._write(str(PoolName.KV), keys, host_indices), [False] * len(keys))
+        return self._guarded(
+            lambda: self._write(str(PoolName.KV), self._span(keys, extra_info), host_indices),
+            [False] * len(keys),
+        )
 
     def batch_set_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Write pages of other pools; for each pool and key whether it is stored, or will be."""
-        return self._each(transfers, self._write)
+        return self._each(transfers, extra_info, self._write)
 
     # Single pages as tensors: the interface's older half, of the KV pool.
 
@@ -248,7 +237,7 @@ class RedisStore(HiCacheStorage):
         """Read pages into flat tensors of their size; None for each that is not there."""
         tensors: list[torch.Tensor] = list(target_locations or ())
         done = self._guarded(
-            lambda: self._fetch(str(PoolName.KV), keys, [Page([memory(tensor)]) for tensor in tensors]),
+            lambda: self._fetch(str(PoolName.KV), Span(keys), [Page([memory(tensor)]) for tensor in tensors]),
             [False] * len(tensors),
         )
         return [tensor if ok else None for tensor, ok in zip(tensors, done, strict=True)]
@@ -267,7 +256,9 @@ class RedisStore(HiCacheStorage):
         """Write pages from flat tensors; whether all are stored, or will be."""
         tensors: list[torch.Tensor] = list(values or ())
         return self._guarded(
-            lambda: all(self._put(str(PoolName.KV), keys, [Page([memory(tensor)]) for tensor in tensors])),
+            lambda: all(
+                self._put(str(PoolName.KV), Span(keys), [Page([memory(tensor)]) for tensor in tensors])
+            ),
             False,
         )
 
@@ -284,6 +275,7 @@ class RedisStore(HiCacheStorage):
 
     def close(self) -> None:
         """Write what waits for a retry and leave the server."""
+        self._keeper.close()
         self._values.close()
 
     def _guarded(self, work: Callable[[], _T], otherwise: _T) -> _T:
@@ -297,16 +289,28 @@ class RedisStore(HiCacheStorage):
     def _each(
         self,
         transfers: Sequence[PoolTransfer],
-        work: Callable[[str, Sequence[str], Any], list[bool]],
+        extra_info: HiCacheStorageExtraInfo | None,
+        work: Callable[[str, Span, Any], list[bool]],
     ) -> dict[str, list[bool]]:
         results: dict[str, list[bool]] = {}
         for transfer in transfers:
             keys = transfer.keys or []
+            span = self._span(keys, extra_info)
             results[transfer.name] = self._guarded(
-                lambda transfer=transfer, keys=keys: work(str(transfer.name), keys, transfer.host_indices),
+                lambda transfer=transfer, span=span: work(str(transfer.name), span, transfer.host_indices),
                 [False] * len(keys),
             )
         return results
+
+    def _span(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None) -> Span:
+        prefix = extra_info.prefix_keys if extra_info is not None else None
+        if prefix is None and self._is_told_of_prefixes:
+            self._is_told_of_prefixes = False
+            logger.warning(
+                "store: SGLang does not say which pages come before others: no state is superseded, nothing is "
+                'counted by tenant; set "hicache_storage_pass_prefix_keys": true in the extra config'
+            )
+        return Span(keys, prefix)
 
     def _restorable(self, keys: Sequence[str], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
         names = [str(PoolName.KV), *(str(transfer.name) for transfer in transfers)]
@@ -339,44 +343,52 @@ class RedisStore(HiCacheStorage):
             longest, {name: count for name, count in hits.items() if count}, sorted(restorable)
         )
 
-    def _read(self, name: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
-        pages = self._pools[name].pages.to_fill(host_indices)
-        done = self._fetch(name, keys, pages)
+    def _read(self, name: str, span: Span, host_indices: Any) -> list[bool]:
+        pages = self._hosts[name].to_fill(host_indices)
+        done = self._fetch(name, span, pages)
         for page, ok in zip(pages, done, strict=True):
             if ok:
                 page.commit()
             elif name in _DRAFT_POOLS:
                 page.clear()
-        return [True] * len(keys) if name in _DRAFT_POOLS else done
+        return [True] * len(span.keys) if name in _DRAFT_POOLS else done
 
-    def _write(self, name: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
-        return self._put(name, keys, self._pools[name].pages.to_read(host_indices))
+    def _write(self, name: str, span: Span, host_indices: Any) -> list[bool]:
+        if not self._keeper.admits(self._pools[name], span):
+            return [False] * len(span.keys)
+        return self._put(name, span, self._hosts[name].to_read(host_indices))
 
-    def _fetch(self, name: str, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+    def _fetch(self, name: str, span: Span, pages: Sequence[Page]) -> list[bool]:
         started = time.perf_counter()
-        values = self._values_of(name, keys, pages)
-        done = self._values.fetch(values, [page.segments for page in pages], name, self._ttl_ms(name))
+        values = self._values_of(name, span, pages)
+        lives = self._keeper.lives_ms(span)
+        done = self._values.fetch(values, [page.segments for page in pages], name, lives)
         if name == PoolName.KV and self._config.enable_storage_metrics:
             self._bandwidth.add("prefetch", values, done, time.perf_counter() - started)
+        if name != PoolName.MAMBA:
+            self._keeper.used(self._pools[name], span, done)
         return done
 
-    def _put(self, name: str, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+    def _put(self, name: str, span: Span, pages: Sequence[Page]) -> list[bool]:
         started = time.perf_counter()
-        values = self._values_of(name, keys, pages)
-        done = self._values.put(values, [page.segments for page in pages], name, self._ttl_ms(name))
+        values = self._values_of(name, span, pages)
+        lives = self._keeper.lives_ms(span)
+        done = self._values.put(values, [page.segments for page in pages], name, lives)
         if name == PoolName.KV and self._config.enable_storage_metrics:
             self._bandwidth.add("backup", values, done, time.perf_counter() - started)
+        if name != PoolName.MAMBA:
+            self._keeper.used(self._pools[name], span, done)
+        elif all(done):
+            self._keeper.arrived(self._pools[name], span)
         return done
 
-    def _values_of(self, name: str, keys: Sequence[str], pages: Sequence[Page]) -> list[ValueId]:
+    def _values_of(self, name: str, span: Span, pages: Sequence[Page]) -> list[ValueId]:
         pool = self._pools[name]
-        expected = pool.pages.geometry.page_bytes
-        if len(pages) != len(keys) or any(page.nbytes != expected for page in pages):
-            raise ValueError(f"pool {name}: {len(keys)} keys, but not as many pages of {expected} bytes")
-        return pool.values(keys)
-
-    def _ttl_ms(self, name: str) -> int:
-        return self._options.ttl_ms(state=name == PoolName.MAMBA)
+        if len(pages) != len(span.keys) or any(page.nbytes != pool.length for page in pages):
+            raise ValueError(
+                f"pool {name}: {len(span.keys)} keys, but not as many pages of {pool.length} bytes"
+            )
+        return pool.values(span.keys)
 
 
 class _Bandwidth:

@@ -3,10 +3,11 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from cache_store.retention import TtlClass
 from cache_store.stream import Endpoint
 
 URL_VARIABLE = "LONGHAUL_STORE_URL"
@@ -29,8 +30,12 @@ class StoreOptions(BaseModel):
         url: of the blob server, or of several, as a list or parted by commas (`cache_store.shards`); without
             one, the variable LONGHAUL_STORE_URL.
         timeout_s: what any one call from the engine may take, connecting included.
-        ttl_s: how long a page lives after its last use.
-        state_ttl_s: the same for states, which are far larger; without one, `ttl_s`.
+        ttl: how long pages and states live after their last use, where the gateway does not say.
+        state_keep_every: tokens from one state of a chain that stays to the next.
+        superseded_ttl_s: how long a state lives that a newer one of its chain has replaced.
+        state_dtype: "exact" stores states as they are; "bfloat16" in half the bytes, with rounding.
+        tenant_max_bytes: what one tenant's values may take in a namespace, where the gateway does not say;
+            None for no limit.
         connections: kept open to the server.
         retry_bytes: bound of the memory that failed writes may hold until they are retried.
         retry_attempts: after which a write is given up; waiting for a dead server counts as none.
@@ -46,8 +51,11 @@ class StoreOptions(BaseModel):
 
     url: str = Field(repr=False)
     timeout_s: _Seconds = 2.0
-    ttl_s: _Seconds = 24 * 3600.0
-    state_ttl_s: _Seconds | None = None
+    ttl: TtlClass = "24h"
+    state_keep_every: _Count = 32_768
+    superseded_ttl_s: _Seconds = 60.0
+    state_dtype: Literal["exact", "bfloat16"] = "exact"
+    tenant_max_bytes: _Count | None = None
     connections: _Count = 4
     retry_bytes: int = Field(default=256 * 1024 * 1024, ge=0)
     retry_attempts: _Count = 8
@@ -95,8 +103,3 @@ class StoreOptions(BaseModel):
                 for item in error.errors(include_url=False)
             )
             raise ValueError(f"store options in the extra config: {found}") from None
-
-    def ttl_ms(self, *, state: bool) -> int:
-        """Time to live of a page or a state, in ms."""
-        seconds = self.state_ttl_s if state and self.state_ttl_s is not None else self.ttl_s
-        return max(1, round(seconds * 1000))

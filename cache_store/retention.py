@@ -7,6 +7,7 @@ never outlives one before it (`Lifetimes`): a chain that misses a page is lost f
 Positions on a chain are numbers of pages from its root: a state at position 5 covers the first 5 pages.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -128,11 +129,12 @@ class Lifetimes:
 
 
 class Recent(Generic[K, V]):
-    """A mapping that forgets what was not asked for or set for longest."""
+    """A mapping that forgets what was not asked for or set for longest. Thread-safe."""
 
     def __init__(self, size: int) -> None:
         assert size > 0, f"room for {size}"
         self._size = size
+        self._lock = threading.Lock()
         self._items: OrderedDict[K, V] = OrderedDict()
 
     def __len__(self) -> int:
@@ -140,18 +142,16 @@ class Recent(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         """The value of `key`, or None."""
-        value = self._items.get(key)
-        if value is not None:
-            self._items.move_to_end(key)
-        return value
+        with self._lock:
+            value = self._items.get(key)
+            if value is not None:
+                self._items.move_to_end(key)
+            return value
 
     def set(self, key: K, value: V) -> None:
         """Remember `value`."""
-        self._items[key] = value
-        self._items.move_to_end(key)
-        if len(self._items) > self._size:
-            self._items.popitem(last=False)
-
-    def pop(self, key: K) -> V | None:
-        """Forget `key`; its value, or None."""
-        return self._items.pop(key, None)
+        with self._lock:
+            self._items[key] = value
+            self._items.move_to_end(key)
+            if len(self._items) > self._size:
+                self._items.popitem(last=False)

@@ -221,6 +221,7 @@ def _storage(store: Store, url: str) -> list[Argument]:
         "url": url,
         "timeout_s": store.timeout_s,
         "prefetch_threshold": store.prefetch_threshold_tokens,
+        "hicache_storage_pass_prefix_keys": True,
     }
     return [
         Argument(

@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY
 from redis_process import RedisProcess
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
@@ -56,12 +57,16 @@ def engine(tmp_path: Path) -> Iterator[Callable[..., None]]:
 
     publish()
     yield publish
+    while Engine.running:
+        Engine.running.pop().store.close()
     if saved is not None:
         get_context().set_server_args(saved)
 
 
 class Engine:
     """One rank of an engine with its host pools and its store."""
+
+    running: ClassVar[list["Engine"]] = []
 
     def __init__(
         self,
@@ -77,6 +82,7 @@ class Engine:
         self.kv = kv or kv_pool()
         self.states = states or state_pool()
         self.draft = draft
+        self.prefix: list[str] = []
         settings = {
             "backend_name": "longhaul",
             "module_path": "cache_store.backend",
@@ -104,12 +110,17 @@ class Engine:
         store = StorageBackendFactory.create_backend("dynamic", config, self.kv)
         assert isinstance(store, RedisStore)
         self.store = store
+        self.running.append(self)
         store.register_mem_pool_host(self.kv)
         store.register_mem_host_pool_v2(self.kv, PoolName.KV)
         store.register_mem_host_pool_v2(self.states, MAMBA)
         store.on_host_pools_registered()
         if draft is not None:  # a sidecar comes after the burst
             store.register_mem_host_pool_v2(draft, DRAFT)
+
+    def before(self, keys: list[str], covered: int = 0) -> HiCacheStorageExtraInfo:
+        """The chain before the last pages of `keys`, as SGLang's controller gives it."""
+        return HiCacheStorageExtraInfo(prefix_keys=[*self.prefix, *keys[: len(keys) - covered]])
 
     def transfers(self, keys: list[str], starts: list[int], state_slots: list[int]) -> list[PoolTransfer]:
         found = []
@@ -128,9 +139,10 @@ class Engine:
 
     def backup(self, keys: list[str], starts: list[int], state_slots: list[int]) -> None:
         """As the backup thread does: the sidecars, then the KV pages; a state for the last pages."""
-        results = self.store.batch_set_v2(self.transfers(keys, starts, state_slots))
-        assert all(all(done) for done in results.values())
-        assert all(self.store.batch_set_v1(keys, rows(starts)))
+        for transfer in self.transfers(keys, starts, state_slots):
+            info = self.before(keys, len(transfer.keys or ()))
+            assert all(self.store.batch_set_v2([transfer], info)[transfer.name])
+        assert all(self.store.batch_set_v1(keys, rows(starts), self.before(keys, len(keys))))
 
     def lookup(self, keys: list[str]) -> tuple[int, list[int]]:
         """As the prefetch thread does: pages of the longest restorable prefix, and all that are."""
@@ -143,8 +155,10 @@ class Engine:
 
     def restore(self, keys: list[str], starts: list[int], state_slot: int) -> bool:
         """As the prefetch's I/O thread does: KV and draft pages, then the state, all or nothing."""
-        done = self.store.batch_get_v1(keys, rows(starts))
-        sidecars = self.store.batch_get_v2(self.transfers(keys, starts, [state_slot]))
+        done = self.store.batch_get_v1(keys, rows(starts), self.before(keys, len(keys)))
+        sidecars: dict[str, list[bool]] = {}
+        for transfer in self.transfers(keys, starts, [state_slot]):
+            sidecars |= self.store.batch_get_v2([transfer], self.before(keys, len(transfer.keys or ())))
         hits = count_pool_hits(sidecars)
         expected = {MAMBA: 1, DRAFT: len(keys)} if self.draft is not None else {MAMBA: 1}
         return all(done) and hits == expected
@@ -401,15 +415,18 @@ def test_clear_takes_this_engines_values_alone(redis_process: RedisProcess):
     mine.store.clear()
     assert mine.lookup(keys) == (0, [])
     assert other.lookup(keys) == (4, [4])
-    assert len(redis_process.client().keys()) == 5
+    assert {key.split(b":")[1] for key in redis_process.client().scan_iter()} == {
+        other.store._pools["kv"].space[:8].hex().encode()
+    }
 
 
 def test_values_expire(redis_process: RedisProcess):
-    engine = Engine(redis_process, ttl_s=1000, state_ttl_s=100)
+    engine = Engine(redis_process, ttl="5m")
     engine.backup(chain(4), STARTS, [5])
     server = redis_process.client()
-    assert all(900_000 < server.pttl(key) <= 1_000_000 for key in server.keys("*:kv:*"))
-    assert all(90_000 < server.pttl(key) <= 100_000 for key in server.keys("*:mamba:*"))
+    values = [*server.keys("*:kv:*"), *server.keys("*:mamba:*")]
+    assert len(values) == 5
+    assert all(299_000 < server.pttl(key) <= 350_000 for key in values)
 
 
 def test_stats_are_handed_over_once(redis_process: RedisProcess):

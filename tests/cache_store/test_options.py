@@ -13,14 +13,18 @@ def test_what_sglang_reads_is_ignored_and_defaults_hold(monkeypatch: pytest.Monk
     options = StoreOptions.parse(
         {"backend_name": "longhaul", "module_path": "m", "class_name": "c", "interface_v1": 1, "url": URL}
     )
-    assert (options.timeout_s, options.ttl_s, options.connections) == (2.0, 86_400.0, 4)
-    assert options.ttl_ms(state=False) == options.ttl_ms(state=True) == 86_400_000
+    assert (options.timeout_s, options.ttl, options.connections) == (2.0, "24h", 4)
+    assert (options.state_keep_every, options.superseded_ttl_s, options.tenant_max_bytes) == (
+        32_768,
+        60.0,
+        None,
+    )
+    assert options.state_dtype == "exact"
 
 
-def test_states_may_live_shorter():
-    options = StoreOptions.parse({"url": URL, "ttl_s": 3600, "state_ttl_s": 0.5, "model_path": "/m"})
-    assert (options.ttl_ms(state=False), options.ttl_ms(state=True)) == (3_600_000, 500)
-    assert options.model_path == Path("/m")
+def test_what_is_given_holds():
+    options = StoreOptions.parse({"url": URL, "ttl": "5m", "state_dtype": "bfloat16", "model_path": "/m"})
+    assert (options.ttl, options.state_dtype, options.model_path) == ("5m", "bfloat16", Path("/m"))
 
 
 def test_the_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
@@ -38,8 +42,11 @@ def test_the_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
         {"url": 7},
         {"timeout_s": 0},
         {"timeout_s": "fast"},
-        {"ttl_s": -1},
-        {"state_ttl_s": 0},
+        {"ttl": "2h"},
+        {"superseded_ttl_s": 0},
+        {"state_keep_every": 0},
+        {"state_dtype": "float16"},
+        {"tenant_max_bytes": 0},
         {"connections": 0},
         {"retry_bytes": -1},
         {"breaker_failures": 0},

@@ -110,4 +110,3 @@ def test_what_was_not_asked_for_longest_is_forgotten():
     assert found.get("a") == 1
     found.set("c", 3)
     assert (found.get("a"), found.get("b"), found.get("c"), len(found)) == (1, None, 3, 2)
-    assert found.pop("a") == 1 and found.pop("a") is None
