@@ -61,6 +61,7 @@ def build_app(service: Service) -> ASGIApp:
             with suppress(asyncio.CancelledError):
                 await watching
             await service.engine.close()
+            await service.runner.close()
             await service.ledger.close()
 
     app = Starlette(

@@ -8,6 +8,7 @@
     ├── NotFound                  404
     ├── MethodNotAllowed          405
     ├── TooManyTurns              429  the tenant's limit of concurrent turns is reached
+    ├── QuotaExceeded             429  the tenant's requests, tokens or bytes are used up
     ├── LedgerDown                503  what the request refers to is in the ledger, which does not answer
     └── EngineError
         ├── EngineOverloaded      503  the engine's queue is full
@@ -129,6 +130,24 @@ class TooManyTurns(ServiceError):
         super().__init__(
             f"All {limit} turns that this API key may run at once are running. Retry when one has ended."
         )
+
+
+class QuotaExceeded(ServiceError):
+    """A tenant has used up what it may have of something; `quota` is its name in the tenants file."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, quota: str, limit: int, retry_after_s: int) -> None:
+        remedy = (
+            "Delete sessions that are over (DELETE /v1/sessions/ID), or wait until old turns expire."
+            if quota == "max_turn_bytes"
+            else f"Retry after {retry_after_s} s."
+        )
+        super().__init__(f"This API key's {quota}, {limit}, is used up. {remedy}")
+        self.quota = quota
+        self.retry_after_s = retry_after_s
 
 
 class LedgerDown(ServiceError):

@@ -16,6 +16,7 @@ import httpx
 import uvicorn
 
 from cache_store.ledger import Ledger
+from cache_store.roots import RootRegistry
 from model.state import state_directory
 from model.tokenizer import K3Tokenizer, TokenizerError
 from service.access import JsonFormatter
@@ -23,6 +24,7 @@ from service.app import build_app
 from service.engine import Engine
 from service.engine_watch import EngineWatch
 from service.metrics import Metrics
+from service.quotas import Quotas
 from service.responses_store import ResponseStore
 from service.runner import TurnRunner
 from service.sampling import checkpoint_defaults
@@ -52,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="redis://127.0.0.1:6379/0",
         metavar="URL",
         help="Redis of the turn ledger: redis://, rediss:// or unix:// (%(default)s)",
+    )
+    parser.add_argument(
+        "--store",
+        metavar="URL",
+        help="Redis of the engine's pages and states, to say there whose they are and how long to keep them",
     )
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="checkpoint, for its tokenizer (<state>/models/k3-tiny)"
@@ -88,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
         service = build_service(
             engine_url=args.engine,
             ledger_url=args.ledger,
+            store_url=args.store,
             model=model,
             tenants=Tenants.load(args.tenants),
             keep_tails=not args.drop_tails,
@@ -106,6 +114,7 @@ def build_service(
     *,
     engine_url: str,
     ledger_url: str,
+    store_url: str | None = None,
     model: Path,
     tenants: Tenants,
     keep_tails: bool = True,
@@ -134,7 +143,15 @@ def build_service(
         engine=engine,
         watch=EngineWatch(engine, tokenizer, metrics),
         ledger=ledger,
-        runner=TurnRunner(engine, turns, tokenizer, tenants, metrics, grace_s=grace_s),
+        runner=TurnRunner(
+            engine,
+            turns,
+            tokenizer,
+            Quotas(ledger),
+            metrics,
+            roots=None if store_url is None else RootRegistry(store_url),
+            grace_s=grace_s,
+        ),
         tenants=tenants,
         tokenizer=tokenizer,
         metrics=metrics,

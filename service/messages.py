@@ -67,6 +67,7 @@ async def _read(request: Request, tenant: Tenant) -> tuple[MessagesRequest, Turn
         conversation=asked.conversation,
         sampling=asked.sampling,
         single_call=asked.single_call,
+        ttl=asked.ttl,
     )
     return asked, turn_request, signer
 

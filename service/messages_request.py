@@ -48,7 +48,8 @@ _MANY_TOKENS: Final = 2**63 - 1
 class MessagesRequest:
     """A request to `/v1/messages`. `model` None: whatever the engine serves.
 
-    retention: the longest that any `cache_control` asks for; None when there is none.
+    retention: the longest that any `cache_control` stands for; None when there is none.
+    ttl: the longest that any asks for in so many words.
     show_thinking: False when the client wants no more of the thinking than its signature.
     """
 
@@ -58,6 +59,7 @@ class MessagesRequest:
     stream: bool
     single_call: bool
     retention: Retention | None
+    ttl: Retention | None
     show_thinking: bool
 
 
@@ -93,6 +95,7 @@ def read_messages_request(
         stream=fields.boolean("stream") or False,
         single_call=single_call,
         retention=reader.retention,
+        ttl=reader.ttl,
         show_thinking=show_thinking,
     )
 
@@ -102,6 +105,7 @@ class _Reader:
 
     def __init__(self, turn_of: Callable[[str], str | None]) -> None:
         self.retention: Retention | None = None
+        self.ttl: Retention | None = None
         self._turn_of = turn_of
         self._call_ids: set[str] = set()
 
@@ -158,13 +162,19 @@ class _Reader:
         return {"type": "function", "function": function}
 
     def cache_control(self, entry: Fields) -> None:
-        """Note how long this block's prefix is to be kept."""
+        """Note how long this block's prefix is to be kept.
+
+        Without a `ttl` it is a mark that agents set on every request, and no wish to have anything dropped
+        after five minutes: it counts as `5m` in the usage, and the service keeps what it always keeps.
+        """
         control = entry.nested("cache_control")
         if control is None:
             return
         control.string("type", choices=("ephemeral",))
         ttl = control.string("ttl", choices=("5m", "1h"))
         self.retention = "1h" if ttl == "1h" or self.retention == "1h" else "5m"
+        if ttl is not None:
+            self.ttl = self.retention
 
     def _user(self, entry: Fields) -> Iterator[dict[str, Any]]:
         content = entry.values.get("content")

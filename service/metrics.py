@@ -58,6 +58,7 @@ class Metrics:
         self.aborted = self._counter(
             "aborted_turns", "Turns that were not completed, and so not recorded.", "cause"
         )
+        self.refused = self._counter("refused", "Requests beyond a tenant's quota.", "tenant", "quota")
         self.ledger_failures = self._counter("ledger_failures", "Turns that the ledger did not acknowledge.")
         self.running = Gauge("longhaul_running_turns", "Turns under way.", registry=self.registry)
         self.encoding_verified = Gauge(

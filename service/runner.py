@@ -9,20 +9,23 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 
+from cache_store.retention import TtlClass
+from cache_store.roots import Root, RootRegistry
 from model.tokenizer import K3Tokenizer
 from service.constraint import output_constraint
 from service.conversation import Completion, Conversation, Usage
 from service.engine import Engine
-from service.errors import InvalidRequest
+from service.errors import InvalidRequest, QuotaExceeded, TooManyTurns
 from service.generation import Chunk, Generation
 from service.metrics import Metrics
+from service.quotas import Quotas
 from service.reader import MessageReader, Step
 from service.sampling import Sampling, output_room
-from service.tenants import Tenant, Tenants
+from service.tenants import Tenant
 from service.turns import Prompt, Turns
 
 log = logging.getLogger(__name__)
@@ -30,13 +33,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """What an API module asks for. `single_call` ends the message after its first tool call."""
+    """What an API module asks for. `single_call` ends the message after its first tool call.
+
+    ttl: the class of time to live that the client asks for; None where it leaves that to the service.
+    """
 
     tenant: Tenant
     session: str | None
     conversation: Conversation
     sampling: Sampling
     single_call: bool = False
+    ttl: TtlClass | None = None
 
 
 class Turn:
@@ -100,6 +107,9 @@ class Turn:
             await asyncio.gather(self._first, return_exceptions=True)
         await self._steps.aclose()
         await self._chunks.aclose()
+        if self.ttft_s is not None:
+            computed = self.usage.prompt_tokens - self.usage.cached_tokens + self._reader.sampled_tokens
+            self._runner.quotas.charge(self._request.tenant, computed)
         if self.completion is None:
             self._runner.metrics.aborted.labels(cause).inc()
         self._held.close()
@@ -142,26 +152,30 @@ class TurnRunner:
         engine: Engine,
         turns: Turns,
         tokenizer: K3Tokenizer,
-        tenants: Tenants,
+        quotas: Quotas,
         metrics: Metrics,
         *,
+        roots: RootRegistry | None = None,
         grace_s: float = 5.0,
     ) -> None:
         self.metrics = metrics
+        self.quotas = quotas
         self._engine = engine
         self._turns = turns
         self._tokenizer = tokenizer
-        self._tenants = tenants
+        self._roots = roots
         self._grace_s = grace_s
 
     async def start(self, request: TurnRequest) -> Turn:
         """Begin a turn: its prompt is assembled and the engine has taken it. Raises ServiceError."""
         started_at = time.monotonic()
-        with ExitStack() as held:
-            held.enter_context(self._tenants.turn(request.tenant))
+        with ExitStack() as held, self._counting_refusals(request.tenant):
+            held.enter_context(self.quotas.turn(request.tenant))
+            await self.quotas.admit(request.tenant)
             held.enter_context(self.metrics.running.track_inprogress())
             info = await self._engine.info()
             prompt = await self._prepare(request)
+            await self._announce(request, prompt)
             room_tokens = output_room(
                 len(prompt.ids),
                 max_prompt_tokens=info.max_prompt_tokens,
@@ -201,7 +215,9 @@ class TurnRunner:
         await self._engine.abort(rid)
 
     async def count(self, request: TurnRequest) -> int:
-        """How many tokens the prompt has that `start` would send. Raises InvalidRequest."""
+        """How many tokens the prompt has that `start` would send. Raises InvalidRequest, QuotaExceeded."""
+        with self._counting_refusals(request.tenant):
+            self.quotas.take_request(request.tenant)
         return len((await self._assemble(request)).ids)
 
     async def record(self, tenant: Tenant, prompt: Prompt, completion: Completion) -> bool:
@@ -214,6 +230,29 @@ class TurnRunner:
         self.metrics.count_turn(tenant.name, prompt, completion.usage)
         return recorded.stored
 
+    async def close(self) -> None:
+        """Give the connections back."""
+        if self._roots is not None:
+            await self._roots.aclose()
+
+    @contextmanager
+    def _counting_refusals(self, tenant: Tenant) -> Generator[None]:
+        try:
+            yield
+        except TooManyTurns:
+            self.metrics.refused.labels(tenant.name, "max_concurrent_turns").inc()
+            raise
+        except QuotaExceeded as error:
+            self.metrics.refused.labels(tenant.name, error.quota).inc()
+            raise
+
+    async def _announce(self, request: TurnRequest, prompt: Prompt) -> None:
+        """Tell the store whose pages these will be, and how long they are wanted."""
+        if self._roots is not None:
+            tenant = request.tenant
+            root = Root(tenant.name, request.ttl, tenant.max_cache_bytes)
+            await self._roots.announce(prompt.ids, tenant.cache_salt, root)
+
     async def _prepare(self, request: TurnRequest) -> Prompt:
         started_at = time.monotonic()
         prompt = await self._assemble(request)
@@ -223,6 +262,8 @@ class TurnRunner:
 
     async def _assemble(self, request: TurnRequest) -> Prompt:
         try:
-            return await self._turns.prepare(request.tenant.name, request.session, request.conversation)
+            return await self._turns.prepare(
+                request.tenant.name, request.session, request.conversation, ttl=request.ttl
+            )
         except ValueError as error:
             raise InvalidRequest(str(error), param=getattr(error, "field", None)) from None

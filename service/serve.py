@@ -205,6 +205,7 @@ def _serve(args: argparse.Namespace, layout: Layout, supervisor: Supervisor, dis
         port=layout.port,
         engine_url=f"http://{ENGINE_HOST}:{layout.engine_port}",
         ledger_url=ledger_url,
+        store_url=store_url,
         model=layout.model,
         tenants=args.tenants,
         log=layout.logs / "gateway.log",

@@ -59,11 +59,14 @@ def gateway_service(
     model: Path,
     tenants: Path | None,
     log: Path,
+    store_url: str | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> HttpService:
-    """The gateway in front of `engine_url`."""
+    """The gateway in front of `engine_url`, whose blob store is at `store_url`."""
     argv = [sys.executable, "-m", "service.cli", "gateway", "--host", host, "--port", str(port)]
     argv += ["--engine", engine_url, "--ledger", ledger_url, "--model", str(model)]
+    if store_url is not None:
+        argv += ["--store", store_url]
     if tenants is not None:
         argv += ["--tenants", str(tenants)]
     return HttpService(

@@ -1,11 +1,15 @@
-"""Tenants: who may ask, what keeps their turns and cache apart, and how much each may do at once.
+"""Tenants: who may ask, what keeps their turns and cache apart, and how much each may do.
 
 A tenants file is TOML:
 
     [tenants.acme]
     keys = ["sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
     key_env = ["ACME_API_KEY"]           # plain keys stay out of the file: read from the environment
-    max_concurrent_turns = 32            # optional; no limit when left out
+    max_concurrent_turns = 32            # these are optional; no limit where one is left out
+    requests_per_minute = 600
+    tokens_per_minute = 2_000_000        # computed ones: of prompts beyond the cache, and of answers
+    max_turn_bytes = 10_000_000_000      # of turns in the ledger
+    max_cache_bytes = 2_000_000_000_000  # of pages and states in the store, which drops the least used first
 
 A key is hashed with `printf %s KEY | sha256sum`. Keys are long random strings, so a fast hash is enough.
 """
@@ -15,18 +19,24 @@ import hmac
 import os
 import re
 import tomllib
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
-from service.errors import AuthenticationFailed, TooManyTurns
+from service.errors import AuthenticationFailed
 
 DEFAULT_TENANT = "default"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _HASHED_KEY = re.compile(r"sha256:([0-9a-f]{64})")
-_FIELDS = frozenset({"keys", "key_env", "max_concurrent_turns"})
+_LIMITS: Final = (
+    "max_concurrent_turns",
+    "requests_per_minute",
+    "tokens_per_minute",
+    "max_turn_bytes",
+    "max_cache_bytes",
+)
+_FIELDS: Final = frozenset({"keys", "key_env", *_LIMITS})
 
 
 class TenantsFileError(ValueError):
@@ -35,20 +45,26 @@ class TenantsFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One tenant. `max_concurrent_turns` None: no limit."""
+    """One tenant, with its limits; None: no limit (`service.quotas` says what each means)."""
 
     name: str
     max_concurrent_turns: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_turn_bytes: int | None = None
+    max_cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(
                 f"tenant {self.name!r}: a name is 1 to 64 of A-Z a-z 0-9 _ . -, not starting with a mark"
             )
-        if self.max_concurrent_turns is not None and self.max_concurrent_turns < 1:
-            raise ValueError(
-                f"tenant {self.name!r}: max_concurrent_turns must be at least 1; leave it out for no limit"
-            )
+        for limit in _LIMITS:
+            value = getattr(self, limit)
+            if value is not None and value < 1:
+                raise ValueError(
+                    f"tenant {self.name!r}: {limit} must be at least 1; leave it out for no limit"
+                )
 
     @property
     def cache_salt(self) -> str:
@@ -64,15 +80,14 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Tenants:
-    """The tenants of one gateway: authentication and the count of turns that each has running.
+    """The tenants of one gateway.
 
     `keys` maps SHA-256 digests (32 bytes) to tenants; None means one open tenant, who needs no key.
     """
 
     keys: Mapping[bytes, Tenant] | None = None
-    _running: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def open(self) -> bool:
@@ -121,22 +136,6 @@ class Tenants:
             raise AuthenticationFailed(key_sent=True)
         return found
 
-    @contextmanager
-    def turn(self, tenant: Tenant) -> Generator[None]:
-        """Hold one of the tenant's concurrent turns. Raises TooManyTurns when all are taken."""
-        running = self._running.get(tenant.name, 0)
-        if tenant.max_concurrent_turns is not None and running >= tenant.max_concurrent_turns:
-            raise TooManyTurns(tenant.max_concurrent_turns)
-        self._running[tenant.name] = running + 1
-        try:
-            yield
-        finally:
-            self._running[tenant.name] -= 1
-
-    def running(self, tenant: Tenant) -> int:
-        """How many turns the tenant has running."""
-        return self._running.get(tenant.name, 0)
-
 
 def _read_tenant(
     path: Path, name: str, table: object, environ: Mapping[str, str]
@@ -147,11 +146,16 @@ def _read_tenant(
     fields = cast(dict[str, object], table)
     if unknown := sorted(fields.keys() - _FIELDS):
         raise TenantsFileError(f"{where}.{unknown[0]}: no such field; there are {', '.join(sorted(_FIELDS))}")
-    limit = fields.get("max_concurrent_turns")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
-        raise TenantsFileError(f"{where}.max_concurrent_turns: must be a whole number")
+    limits: dict[str, int] = {}
+    for limit in _LIMITS:
+        value = fields.get(limit)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TenantsFileError(f"{where}.{limit}: must be a whole number")
+        limits[limit] = value
     try:
-        tenant = Tenant(name, limit)
+        tenant = Tenant(name, **limits)
     except ValueError as error:
         raise TenantsFileError(f"{path}: {error}") from None
     digests: list[bytes] = []

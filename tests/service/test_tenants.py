@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from service.errors import AuthenticationFailed, TooManyTurns
+from service.errors import AuthenticationFailed
 from service.tenants import Tenant, Tenants, TenantsFileError
 
 
@@ -32,12 +32,16 @@ def test_keys_name_tenants(tmp_path: Path):
         [tenants.zeta]
         key_env = ["ZETA_KEY"]
         max_concurrent_turns = 2
+        requests_per_minute = 3
+        tokens_per_minute = 4
+        max_turn_bytes = 5
+        max_cache_bytes = 6
         """,
         {"ZETA_KEY": "thrée"},
     )
     assert not tenants.open
     assert tenants.authenticate("one") == tenants.authenticate("two") == Tenant("acme")
-    assert tenants.authenticate("thrée") == Tenant("zeta", 2)
+    assert tenants.authenticate("thrée") == Tenant("zeta", 2, 3, 4, 5, 6)
     for wrong in ("", None, "One", "one ", hashed("one"), "\udcff"):
         with pytest.raises(AuthenticationFailed):
             tenants.authenticate(wrong)
@@ -47,27 +51,6 @@ def test_salts_differ_between_tenants_and_last_over_restarts():
     salts = {Tenant(name).cache_salt for name in ("a", "b", "default")}
     assert len(salts) == 3
     assert Tenant("acme", 5).cache_salt == Tenant("acme").cache_salt == "90ba6ab7c43415a2486721a5c4490a41"
-
-
-def test_concurrent_turns_are_bounded_per_tenant():
-    tenants = Tenants()
-    tenant, other = Tenant("a", 2), Tenant("b", 1)
-    with tenants.turn(tenant), tenants.turn(tenant):
-        with pytest.raises(TooManyTurns) as caught, tenants.turn(tenant):
-            pass
-        assert caught.value.retry_after_s == 1
-        with tenants.turn(other):
-            pass
-        assert tenants.running(tenant) == 2
-    assert tenants.running(tenant) == 0
-
-
-def test_a_turn_is_given_back_when_it_fails():
-    tenants, tenant = Tenants(), Tenant("a", 1)
-    with pytest.raises(RuntimeError), tenants.turn(tenant):
-        raise RuntimeError
-    with tenants.turn(tenant):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -84,6 +67,8 @@ def test_a_turn_is_given_back_when_it_fails():
         ('[tenants.a]\nkey_env = ["MISSING"]', "the environment has no MISSING"),
         (f'[tenants.a]\nkeys = ["{hashed("k")}"]\nmax_concurrent_turns = true', "must be a whole number"),
         (f'[tenants.a]\nkeys = ["{hashed("k")}"]\nmax_concurrent_turns = 0', "at least 1"),
+        (f'[tenants.a]\nkeys = ["{hashed("k")}"]\ntokens_per_minute = -1', "tokens_per_minute must be"),
+        (f'[tenants.a]\nkeys = ["{hashed("k")}"]\nmax_turn_bytes = "1G"', "max_turn_bytes: must be a whole"),
         (f'[tenants."a b"]\nkeys = ["{hashed("k")}"]', "a name is 1 to 64"),
         (
             f'[tenants.a]\nkeys = ["{hashed("k")}"]\n[tenants.b]\nkeys = ["{hashed("k")}"]',

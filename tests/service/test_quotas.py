@@ -1,0 +1,224 @@
+import hashlib
+import os
+from typing import Any
+
+import pytest
+import redis
+from conftest import Gateway, GatewayFactory
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache_store.ledger import Ledger, new_key
+from cache_store.roots import Root, root_key, root_page
+from cache_store.servers import RedisServer
+from service.errors import QuotaExceeded, TooManyTurns
+from service.quotas import Quotas
+from service.tenants import Tenant, Tenants
+
+USER: list[Any] = [{"role": "user", "content": "Hi"}]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def quotas(ledger_server: RedisServer, clock: Clock) -> Quotas:
+    return Quotas(Ledger(ledger_server.url), clock)
+
+
+def test_concurrent_turns_are_bounded_per_tenant(quotas: Quotas):
+    tenant, other = Tenant("a", 2), Tenant("b", 1)
+    with quotas.turn(tenant), quotas.turn(tenant):
+        with pytest.raises(TooManyTurns) as caught, quotas.turn(tenant):
+            pass
+        assert caught.value.retry_after_s == 1
+        with quotas.turn(other):
+            pass
+        assert quotas.running(tenant) == 2
+    assert quotas.running(tenant) == 0
+
+
+def test_a_turn_is_given_back_when_it_fails(quotas: Quotas):
+    tenant = Tenant("a", 1)
+    with pytest.raises(RuntimeError), quotas.turn(tenant):
+        raise RuntimeError
+    with quotas.turn(tenant):
+        pass
+
+
+async def test_requests_come_at_their_rate_after_a_minutes_worth(quotas: Quotas, clock: Clock):
+    tenant = Tenant("a", requests_per_minute=6)
+    for _ in range(6):
+        await quotas.admit(tenant)
+    with pytest.raises(QuotaExceeded) as caught:
+        await quotas.admit(tenant)
+    assert caught.value.retry_after_s == 10
+    await quotas.admit(Tenant("b", requests_per_minute=6))
+    clock.now_s += 9.9
+    with pytest.raises(QuotaExceeded):
+        await quotas.admit(tenant)
+    clock.now_s += 0.2
+    await quotas.admit(tenant)
+    clock.now_s += 3600
+    for _ in range(6):
+        await quotas.admit(tenant)
+    with pytest.raises(QuotaExceeded):
+        await quotas.admit(tenant)
+
+
+async def test_tokens_are_charged_afterwards(quotas: Quotas, clock: Clock):
+    tenant = Tenant("a", tokens_per_minute=600)
+    await quotas.admit(tenant)
+    quotas.charge(tenant, 1200)
+    with pytest.raises(QuotaExceeded) as caught:
+        await quotas.admit(tenant)
+    assert 60 < caught.value.retry_after_s <= 61
+    clock.now_s += 61
+    await quotas.admit(tenant)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10), st.floats(0, 30)), max_size=60))
+def test_no_minute_has_more_than_two_minutes_worth(steps: list[tuple[int, float]]):
+    """A full bucket and what comes in the meantime: no window of a minute lets more through."""
+    clock, tenant = Clock(), Tenant("a", requests_per_minute=10)
+    quotas = Quotas(Ledger("redis://127.0.0.1:9/0"), clock)
+    let_through: list[float] = []
+    for wanted, wait_s in steps:
+        clock.now_s += wait_s
+        for _ in range(wanted):
+            try:
+                quotas.take_request(tenant)
+            except QuotaExceeded as error:
+                assert 1 <= error.retry_after_s <= 6
+                break
+            let_through.append(clock.now_s)
+    for start in let_through:
+        assert sum(start <= at < start + 60 for at in let_through) <= 20
+
+
+async def test_who_waits_as_told_is_let_in(quotas: Quotas, clock: Clock):
+    tenant = Tenant("a", requests_per_minute=7, tokens_per_minute=100)
+    for tokens in (0, 90, 500, 3, 1):
+        waited = 0
+        while True:
+            try:
+                await quotas.admit(tenant)
+                break
+            except QuotaExceeded as error:
+                waited += 1
+                assert waited <= 2, "once for each quota"
+                clock.now_s += error.retry_after_s
+        quotas.charge(tenant, tokens)
+
+
+async def test_without_limits_nothing_is_counted(quotas: Quotas):
+    for _ in range(1000):
+        await quotas.admit(Tenant("a"))
+    quotas.charge(Tenant("a"), 10**9)
+
+
+async def test_a_ledger_that_is_down_refuses_nobody():
+    await Quotas(Ledger("redis://127.0.0.1:9/0")).admit(Tenant("a", max_turn_bytes=1))
+
+
+def limited(**limits: int) -> tuple[Tenants, Tenant]:
+    tenant = Tenant(f"t-{new_key()[:8]}", **limits)
+    return Tenants({hashlib.sha256(b"k").digest(): tenant}), tenant
+
+
+async def post(gateway: Gateway, path: str) -> Any:
+    body: dict[str, Any] = {"model": "kimi-k3", "max_tokens": 99}
+    body |= {"input": "Hi"} if path.endswith("responses") else {"messages": USER}
+    return await gateway.http.post(path, json=body, headers={"x-api-key": "k"})
+
+
+PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
+
+
+async def test_each_api_says_it_in_its_own_shape(gateway_factory: GatewayFactory):
+    tenants, tenant = limited(requests_per_minute=1)
+    async with gateway_factory(tenants=tenants) as gateway:
+        assert (await post(gateway, PATHS[0])).status_code == 200
+        for path in PATHS:
+            answer = await post(gateway, path)
+            assert answer.status_code == 429
+            assert 50 <= int(answer.headers["retry-after"]) <= 60
+            error = answer.json()["error"]
+            assert "requests_per_minute, 1, is used up" in error["message"]
+            assert error["type"] in ("rate_limit_error", "rate_limit_exceeded")
+            if "messages" in path:
+                assert answer.json()["type"] == "error"
+                assert answer.json()["request_id"]
+            else:
+                assert error["code"] == "rate_limit_exceeded"
+        name = f'longhaul_refused_total{{quota="requests_per_minute",tenant="{tenant.name}"}}'
+        assert await gateway.metric(name) == 4
+        assert len(gateway.engine.requests) == 1
+
+
+async def test_cached_tokens_are_free(gateway_factory: GatewayFactory):
+    tenants, tenant = limited(tokens_per_minute=10_000)
+    async with gateway_factory(tenants=tenants) as gateway:
+        for cached in (0, 5):
+            before = level(gateway, tenant)
+            script = gateway.engine.reply({"content": "x"}, cached_tokens_details={"storage": cached})
+            gateway.engine.script = script
+            answer = await post(gateway, "/v1/chat/completions")
+            usage = answer.json()["usage"]
+            computed = usage["prompt_tokens"] - cached + usage["completion_tokens"]
+            assert before - level(gateway, tenant) == pytest.approx(computed, abs=0.5)
+
+
+def level(gateway: Gateway, tenant: Tenant) -> float:
+    quotas = gateway.service.runner.quotas
+    quotas._clock = lambda: 0.0  # pyright: ignore[reportPrivateUsage] # no refill between two looks
+    quotas.charge(tenant, 0)
+    return quotas._tokens[tenant.name].level  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_bytes_are_bounded_and_come_back_when_a_session_is_erased(gateway_factory: GatewayFactory):
+    tenants, tenant = limited(max_turn_bytes=1)
+    async with gateway_factory(tenants=tenants) as gateway:
+        gateway.service.runner.quotas._clock = Clock()  # pyright: ignore[reportPrivateUsage]
+        headers = {"x-api-key": "k", "x-session-id": "s"}
+        body = {"messages": USER}
+        assert (await gateway.http.post(PATHS[0], json=body, headers=headers)).status_code == 200
+        clock = gateway.service.runner.quotas._clock  # pyright: ignore[reportPrivateUsage]
+        assert isinstance(clock, Clock)
+        clock.now_s += 10
+        answer = await gateway.http.post(PATHS[0], json=body, headers=headers)
+        assert answer.status_code == 429
+        assert "DELETE /v1/sessions/ID" in answer.json()["error"]["message"]
+        assert await gateway.service.ledger.erase_session(tenant.name, "s") == 1
+        clock.now_s += 10
+        assert (await gateway.http.post(PATHS[0], json=body, headers=headers)).status_code == 200
+
+
+async def test_the_store_is_told_whose_pages_these_are(
+    gateway_factory: GatewayFactory, ledger_server: RedisServer
+):
+    tenants, tenant = limited(max_cache_bytes=12345)
+    async with gateway_factory(tenants=tenants, store_url=f"{ledger_server.url}?db=0") as gateway:
+        text = os.urandom(8).hex() + " word" * 80
+        for control, ttl in ((None, None), ({"type": "ephemeral", "ttl": "1h"}, "1h")):
+            block = {"type": "text", "text": text, "cache_control": control}
+            body = {"model": "kimi-k3", "max_tokens": 9, "messages": [{"role": "user", "content": [block]}]}
+            answer = await gateway.http.post("/v1/messages", json=body, headers={"x-api-key": "k"})
+            assert answer.status_code == 200
+            request = gateway.engine.requests[-1]
+            page = root_page(request["input_ids"], request["cache_salt"], 64)
+            assert page is not None
+            with redis.Redis(unix_socket_path=str(ledger_server.socket)) as client:
+                record = client.get(root_key(page))
+            assert isinstance(record, bytes)
+            assert Root.decode(record) == Root(tenant.name, ttl, 12345)
