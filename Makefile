@@ -6,6 +6,9 @@ RUN := $(UV) run --frozen
 UNIT := OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile
 ENGINE := $(RUN) pytest -m "engine or sglang"
 
+# Every engine starts three processes that import SGLang: without bytecode on disk that doubles their start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test unit engine lint format image clean
 

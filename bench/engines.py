@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,10 @@ def running_engine(
     draft: Path | None = None,
     extra: Sequence[str] = (),
 ) -> Generator[Engine]:
-    """Boot an engine on a free port, and end it with all its processes. Raises `EngineFailure`."""
+    """Boot an engine on a free port, and end it with all its processes. Raises `EngineFailure`.
+
+    One without a store has nothing to lose and is killed: SGLang takes ten seconds to leave when asked to.
+    """
     port = free_port()
     command = load_profile(profile).command(model, port, store_url=store_url, draft=draft, extra=extra)
     service = engine_service(command, port, log)
@@ -105,6 +108,9 @@ def running_engine(
             time.sleep(_POLL_S)
         yield Engine(service, port)
     finally:
+        if store_url is None and service.pid is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(service.pid, signal.SIGKILL)
         service.stop()
 
 
