@@ -26,6 +26,7 @@ from service.responses import (
     get_response,
     list_input_items,
 )
+from service.sessions import erase_session, show_session
 from service.stream import ClientLeft
 from service.web import JsonResponse, Service
 
@@ -40,6 +41,8 @@ ROUTES = (
     Route("/v1/responses/{id}/input_items", list_input_items, methods=["GET"]),
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    Route("/v1/sessions/{id:path}", show_session, methods=["GET"]),
+    Route("/v1/sessions/{id:path}", erase_session, methods=["DELETE"]),
     Route("/v1/models", health.models),
     Route("/v1/models/{id:path}", health.model),
     Route("/health", health.health),
