@@ -307,8 +307,8 @@ class RedisStore(HiCacheStorage):
         if prefix is None and self._is_told_of_prefixes:
             self._is_told_of_prefixes = False
             logger.warning(
-                "store: SGLang does not say which pages come before others: no state is superseded, nothing is "
-                'counted by tenant; set "hicache_storage_pass_prefix_keys": true in the extra config'
+                "store: SGLang does not say which pages come before others: no state is superseded, nothing "
+                'is counted by tenant; set "hicache_storage_pass_prefix_keys": true in the extra config'
             )
         return Span(keys, prefix)
 

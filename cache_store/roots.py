@@ -6,6 +6,7 @@ it leaves a record under that hash, and the engine's process, which sees the sam
 pages, reads it. Nothing here imports torch or SGLang.
 """
 
+import asyncio
 import hashlib
 import json
 import re
@@ -32,6 +33,8 @@ _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _RECORD_TTL_MS = 2 * max(TTL_MS.values())
 _ANNOUNCE_AGAIN_S = 60.0
 _ANNOUNCED_MAX = 65_536
+# A server that is down costs no more than one request in so many seconds its timeout.
+_ASK_AGAIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +119,20 @@ class RootRegistry:
         timeout_s: float = 0.2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`url` as in the store's options: of several servers all are told, and engines ask the right one."""
         self._page_tokens = page_tokens
         self._clock = clock
-        self._client: Any = redis.asyncio.Redis.from_url(
-            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
-        )
+        self._clients: list[Any] = [
+            redis.asyncio.Redis.from_url(
+                one.strip(),
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                retry=Retry(NoBackoff(), 0),
+            )
+            for one in url.split(",")
+        ]
         self._announced: Recent[str, tuple[Root, float]] = Recent(_ANNOUNCED_MAX)
+        self._again_at = -_ASK_AGAIN_S
 
     async def announce(self, ids: Sequence[int], cache_salt: str | None, root: Root) -> bool:
         """Leave `root` for the chains that begin as the prompt `ids` does; False if the server failed.
@@ -134,13 +145,18 @@ class RootRegistry:
         known, at = self._announced.get(page) or (None, 0.0)
         if known == root and self._clock() - at < _ANNOUNCE_AGAIN_S:
             return True
+        if self._clock() < self._again_at:
+            return False
         try:
-            await self._client.set(root_key(page), root.encode(), px=_RECORD_TTL_MS)
+            key, record = root_key(page), root.encode()
+            await asyncio.gather(*(client.set(key, record, px=_RECORD_TTL_MS) for client in self._clients))
         except RedisError:
+            self._again_at = self._clock() + _ASK_AGAIN_S
             return False
         self._announced.set(page, (root, self._clock()))
         return True
 
     async def aclose(self) -> None:
-        """Leave the server."""
-        await self._client.aclose()
+        """Leave the servers."""
+        for client in self._clients:
+            await client.aclose()

@@ -26,6 +26,7 @@ COMMANDS: dict[str, Command] = {
     "engine": Command("model.engine", "run SGLang with a launch profile, or print its command"),
     "model": Command("model.command", "build the tiny K3 checkpoint"),
     "draft": Command("speculative.command", "build a DSpark draft checkpoint"),
+    "store": Command("cache_store.command", "look at what engines have stored, and remove it"),
     "replay": Command("replay.command", "replay agent traces against an endpoint"),
     "doctor": Command("service.doctor", "check this machine and say what to do about each failure"),
 }

@@ -1,4 +1,6 @@
 import json
+import signal
+import time
 
 import pytest
 from hypothesis import given
@@ -68,6 +70,23 @@ async def test_what_was_announced_is_there(redis_process: RedisProcess):
     now = 61.0
     assert await registry.announce(ids, "salt", ROOT) and server.exists(root_key(page))
     assert await registry.announce(ids[:10], "salt", ROOT)
-    redis_process.kill()
-    assert not await registry.announce(list(range(1, 65)), "salt", ROOT)
+    await registry.aclose()
+
+
+async def test_a_dead_server_delays_one_request_in_a_while(redis_process: RedisProcess):
+    now = 0.0
+    registry = RootRegistry(f"{redis_process.unix_url},{redis_process.tcp_url}", clock=lambda: now)
+    ids = list(range(64))
+    assert await registry.announce(ids, None, ROOT)
+    redis_process.signal(signal.SIGSTOP)
+    spent: list[float] = []
+    for shift in range(1, 5):
+        started = time.perf_counter()
+        assert not await registry.announce([i + shift for i in ids], None, ROOT)
+        spent.append(time.perf_counter() - started)
+    assert 0.15 < spent[0] < 1 and max(spent[1:]) < 0.1
+    redis_process.signal(signal.SIGCONT)
+    assert not await registry.announce([7, *ids], None, ROOT)
+    now = 6.0
+    assert await registry.announce([7, *ids], None, ROOT)
     await registry.aclose()
