@@ -4,6 +4,7 @@ https://redis.io/docs/latest/develop/reference/protocol-spec/, versions 2 and 3.
 replies are received into memoryviews and `SET` arguments sent from them, without a copy.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
@@ -87,6 +88,21 @@ class Connection:
         """Ask for a sign of life."""
         self._send([_command(b"PING")], 1)
         self._simple()
+
+    def version(self) -> tuple[int, ...] | None:
+        """The version of Redis that the server is, or is compatible with; None if it does not say."""
+        self._send([_command(b"INFO", b"server")], 1)
+        line = self._line()
+        if line.startswith(b"-"):  # not permitted, as a rule
+            self._outstanding -= 1
+            return None
+        if not (line.startswith(b"$") and line[1:].isdigit() and int(line[1:]) <= _LINES_BYTES):
+            raise ProtocolFault(f"expected text, got {line[:64]!r}")
+        text = bytearray(int(line[1:]) + 2)
+        self._into(memoryview(text))
+        self._outstanding -= 1
+        found = re.search(rb"^redis_version:(\d+(?:\.\d+)*)", text, re.MULTILINE)
+        return tuple(map(int, found[1].split(b"."))) if found else None
 
     def lengths(self, keys: Sequence[bytes]) -> list[int]:
         """The length of the string under each key, in bytes; 0 where there is none, -1 for another type."""

@@ -29,6 +29,9 @@ _CLEAR_TIMEOUT_S = 60.0
 _CLEAR_KEYS = 1000
 # Share of a call's time that counts as all of it.
 _WHOLE = 0.95
+_OLDEST = (6, 2)
+# What a server in good health answers to a command that it does not know or does not permit.
+_HEALTHY = frozenset({"ERR", "NOPERM", "READONLY", "WRONGTYPE"})
 
 
 class ValueStore:
@@ -210,6 +213,8 @@ class ValueStore:
     def _failed(self, error: WireError, spent_s: float) -> None:
         kind = transfer.refusal_kind(error) if isinstance(error, ServerRefused) else error.kind
         self.faults.count(kind, f"{self}: {error}")
+        if isinstance(error, ServerRefused) and error.code in _HEALTHY:
+            return
         self._breaker.failed(at_once=spent_s >= _WHOLE * self._options.timeout_s)
         # What broke one connection has most likely broken those that idle.
         self._client.drop_idle()
@@ -217,6 +222,7 @@ class ValueStore:
         self._wake.set()
 
     def _upkeep(self) -> None:
+        self._check_version()
         while not self._closing:
             idle = self._breaker.state is State.CLOSED and not len(self._retries)
             self._wake.wait(None if idle else _TICK_S)
@@ -248,6 +254,19 @@ class ValueStore:
             self._breaker.succeeded()
             self.faults.forget()
             metrics.BREAKER.labels(str(self)).set(self._breaker.state)
+            self._check_version()
+
+    def _check_version(self) -> None:
+        """Say so if the server is too old for some commands; each of those is a miss."""
+        version = None
+        with (
+            contextlib.suppress(Exception),  # a courtesy, which must not end this thread
+            self._client.connection(Deadline(self._options.timeout_s)) as connection,
+        ):
+            version = connection.version()
+        if version is not None and version < _OLDEST:
+            found, needed = (".".join(map(str, numbers)) for numbers in (version, _OLDEST))
+            self.faults.count("too_old", f"{self} is Redis {found}, and the store needs {needed} or later")
 
     def _retry(self) -> bool:
         """Write what waits longest; False if nothing is due, or it failed again."""
