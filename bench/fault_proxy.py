@@ -6,6 +6,7 @@ The fault can be changed at any time and holds for all connections at once.
 
 import contextlib
 import random
+import select
 import socket
 import struct
 import threading
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 _BLOCK_BYTES = 64 * 1024
 _CONNECT_LIMIT_S = 5.0
+_POLL_MS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +136,18 @@ class FaultProxy:
                     threading.Thread(target=self._pump, args=(link, *ends), daemon=True).start()
 
     def _pump(self, link: _Link, source: socket.socket, sink: socket.socket, is_reply: bool) -> None:
+        readable = select.poll()
+        readable.register(source, select.POLLIN)
         with contextlib.suppress(OSError):
-            while block := source.recv(_BLOCK_BYTES):
+            while True:
+                if not readable.poll(_POLL_MS):
+                    # A socket that a thread waits on is not reset by closing it: so none waits for long.
+                    if source.fileno() < 0:
+                        break
+                    continue
+                block = source.recv(_BLOCK_BYTES)
+                if not block:
+                    break
                 fault = self._fault
                 if link.mute:
                     continue

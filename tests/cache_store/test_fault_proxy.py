@@ -122,6 +122,7 @@ def test_what_a_blackhole_swallowed_never_comes(proxy: FaultProxy, client: socke
 
 
 def test_refused_and_dropped_connections(proxy: FaultProxy, client: socket.socket):
+    assert echoed(client, b"first") == b"first"
     proxy.set(Fault(refuse=True))
     with connected(proxy) as other:
         assert other.recv(10) == b""
