@@ -114,7 +114,8 @@ class RedisStore(HiCacheStorage):
         """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
-        self._hosts[name] = HostPages(name, host_pool)
+        is_narrowed = name == PoolName.MAMBA and self._options.state_dtype == "bfloat16"
+        self._hosts[name] = HostPages(name, host_pool, is_narrowed=is_narrowed)
         if self._base is not None:
             self._place(name, namespace.derived(self._base, self._hosts[name].geometry, _draft_weights(name)))
 

@@ -1,8 +1,8 @@
 """Look at what the engines have stored, by tenant, pool and namespace, and remove it.
 
 Every action walks all keys of the store's servers, in steps of about a millisecond, so that engines hardly
-notice; 50,000 values take 1.4 s on two busy cores. A namespace is one kind of engine: weights, data types, shapes, parallelism. Tenants are
-those that the gateway named; what came without one counts for "-".
+notice; 50,000 values take 1.4 s on two busy cores. A namespace is one kind of engine: weights, data types,
+shapes, parallelism. Tenants are those that the gateway named; what came without one counts for "-".
 """
 
 import argparse

@@ -35,7 +35,8 @@ class PoolGeometry:
         page_tokens: tokens per page; 1 for states.
         layers: (first, one past the last, number of) layers that a page holds.
         arrays: (name, dtype, shape) of what a page is made of.
-        component_bytes: sizes of the memory regions of one page, in the order in which they are stored.
+        component_bytes: sizes of the regions of one page as stored, in their order.
+        stored_dtype: "exact", or what float32 numbers become on their way into the store.
     """
 
     name: str
@@ -45,6 +46,7 @@ class PoolGeometry:
     layers: tuple[int, int, int]
     arrays: tuple[tuple[str, str, tuple[int, ...]], ...]
     component_bytes: tuple[int, ...]
+    stored_dtype: str = "exact"
 
     def __post_init__(self) -> None:
         assert self.name and self.kind and self.layout, self

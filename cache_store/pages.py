@@ -9,12 +9,13 @@ Pools are taken as they are, by the names of their attributes; neither torch nor
 import bisect
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from cache_store.namespace import PoolGeometry
+from cache_store.narrowing import narrow, widen
 
 _KNOWN_SHAPES = ("kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "head_num", "head_dim", "v_head_dim")
 
@@ -45,15 +46,17 @@ class HostPages:
     """The pages of one host pool.
 
     Attributes:
-        geometry: shape of the pages.
+        geometry: shape of the pages, as they are stored.
         is_direct: whether a page is the pool's own memory rather than a copy.
     """
 
-    def __init__(self, name: str, pool: Any) -> None:
+    def __init__(self, name: str, pool: Any, *, is_narrowed: bool = False) -> None:
         """Look at `pool`, which SGLang calls `name`.
 
+        With `is_narrowed` its float32 numbers are stored as bfloat16.
+
         Raises:
-            ValueError: the pool has no memory of its own, or gives no page.
+            ValueError: the pool has no memory of its own, gives no page, or has nothing to narrow.
         """
         self._pool = pool
         self._page_tokens = int(getattr(pool, "page_size", 1) or 1)
@@ -70,7 +73,21 @@ class HostPages:
         except (NotImplementedError, ValueError):
             self.is_direct = False
             components = (len(memory(pool.get_dummy_flat_data_page())),)
+        self._components = components
         self.geometry = _geometry(name, pool, self._page_tokens, components)
+        self._narrowed = _float32_components(name, self.geometry) if is_narrowed and self.is_direct else ()
+        if is_narrowed:
+            if not any(self._narrowed):
+                raise ValueError(
+                    f'pool {name} has no float32 states in one piece: set state_dtype to "exact"'
+                )
+            self.is_direct = False
+            halves = zip(components, self._narrowed, strict=True)
+            self.geometry = replace(
+                self.geometry,
+                component_bytes=tuple(size // 2 if narrowed else size for size, narrowed in halves),
+                stored_dtype="bfloat16",
+            )
 
     @property
     def is_sharded(self) -> bool:
@@ -85,6 +102,8 @@ class HostPages:
         """
         if self.is_direct:
             return self._direct(host_indices)
+        if self._narrowed:
+            return [self._narrow(page) for page in self._direct(host_indices)]
         return [
             Page([memory(self._pool.get_data_page(start, flat=True).contiguous())])
             for start in self._starts(host_indices)
@@ -98,6 +117,8 @@ class HostPages:
         """
         if self.is_direct:
             return self._direct(host_indices)
+        if self._narrowed:
+            return [self._to_widen(page) for page in self._direct(host_indices)]
         return [self._scratch(start) for start in self._starts(host_indices)]
 
     def _starts(self, host_indices: Any) -> list[int]:
@@ -108,13 +129,32 @@ class HostPages:
     def _direct(self, host_indices: Any) -> list[Page]:
         starts = self._starts(host_indices)
         pointers, sizes = self._pool.get_page_buffer_meta(host_indices)
-        per_page = len(self.geometry.component_bytes)
-        if len(pointers) != len(starts) * per_page or tuple(sizes) != self.geometry.component_bytes * len(
-            starts
-        ):
+        per_page = len(self._components)
+        if len(pointers) != len(starts) * per_page or tuple(sizes) != self._components * len(starts):
             raise ValueError(f"host pool {self.geometry.name} gives pages of another shape than at the start")
         views = [self._view(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)]
         return [Page(views[at : at + per_page]) for at in range(0, len(views), per_page)]
+
+    def _narrow(self, page: Page) -> Page:
+        segments = [memoryview(bytearray(size)) for size in self.geometry.component_bytes]
+        for source, target, narrowed in zip(page.segments, segments, self._narrowed, strict=True):
+            if narrowed:
+                narrow(source, target)
+            else:
+                target[:] = source
+        return Page(segments)
+
+    def _to_widen(self, page: Page) -> Page:
+        segments = [memoryview(bytearray(size)) for size in self.geometry.component_bytes]
+
+        def commit() -> None:
+            for source, target, narrowed in zip(segments, page.segments, self._narrowed, strict=True):
+                if narrowed:
+                    widen(source, target)
+                else:
+                    target[:] = source
+
+        return Page(segments, commit)
 
     def _view(self, pointer: int, size: int) -> memoryview:
         region = self._regions[bisect.bisect_right(self._addresses, pointer) - 1]
@@ -152,6 +192,15 @@ def _tensors(pool: Any) -> Iterable[Any]:
     buffers = own() if own is not None else pool.kv_buffer
     tensors = buffers if isinstance(buffers, list | tuple) else [buffers]
     return [tensor for tensor in tensors if tensor.numel() > 0]
+
+
+def _float32_components(name: str, geometry: PoolGeometry) -> tuple[bool, ...]:
+    """Which of a state's components are float32; none unless each is one array."""
+    if len(geometry.arrays) != len(geometry.component_bytes):
+        raise ValueError(
+            f"pool {name} keeps {len(geometry.arrays)} arrays in {len(geometry.component_bytes)} pieces"
+        )
+    return tuple(dtype == "torch.float32" for _, dtype, _ in geometry.arrays)
 
 
 def _geometry(name: str, pool: Any, page_tokens: int, components: tuple[int, ...]) -> PoolGeometry:

@@ -250,6 +250,7 @@ DIFFERENT: dict[str, Callable[[RedisProcess], Engine]] = {
     "TP size": lambda p: Engine(p, tp=(0, 2)),
     "PP size": lambda p: Engine(p, pp=(0, 2)),
     "salt": lambda p: Engine(p, salt="blue"),
+    "stored dtype": lambda p: Engine(p, state_dtype="bfloat16"),
 }
 
 
@@ -476,3 +477,16 @@ def test_the_gateway_and_sglang_name_the_first_page_alike():
     for salt in (None, "", "acme", "ä"):
         key = RadixKey(array("q", ids), cache_salt=salt)
         assert root_page(ids, salt, 64) == get_storage_hash_str(key, page_size=64)[0]
+
+
+def test_narrowed_states_are_read_by_their_like(redis_process: RedisProcess):
+    keys = chain(4)
+    first = Engine(redis_process, state_dtype="bfloat16")
+    first.backup(keys, STARTS, [5])
+    again = Engine(redis_process, state_dtype="bfloat16")
+    assert again.lookup(keys) == (4, [4])
+    assert again.restore(keys, OTHER_STARTS, 9)
+    assert page_bytes(again.kv, OTHER_STARTS[0]) == page_bytes(first.kv, STARTS[0])
+    third = Engine(redis_process, state_dtype="bfloat16")
+    assert third.restore(keys, OTHER_STARTS, 9)
+    assert page_bytes(third.states, 9) == page_bytes(again.states, 9)

@@ -119,3 +119,40 @@ def test_everything_else_is():
     kinds += [kv_pool(width=32), draft_pool(heads=1), state_pool(width=6)]
     found = [geometry(pool) for pool in kinds]
     assert len(set(found)) == len(found)
+
+
+def test_narrowed_states_take_half_and_come_back_rounded():
+    source, target = state_pool(), state_pool()
+    torch.manual_seed(0)
+    for pool in (source, target):
+        temporal = pool.kv_buffer[0] if isinstance(pool.kv_buffer, list) else pool.kv_buffer
+        assert temporal.dtype == torch.float32
+        temporal.copy_(torch.randn(temporal.shape))
+    exact, half = HostPages("mamba", source), HostPages("mamba", source, is_narrowed=True)
+    temporal_bytes, conv_bytes = exact.geometry.component_bytes
+    assert half.geometry.component_bytes == (temporal_bytes // 2, conv_bytes), "conv is bfloat16 already"
+    assert half.geometry != exact.geometry and not half.is_direct
+    payload = b"".join(half.to_read(torch.tensor([3]))[0].segments)
+    page = HostPages("mamba", target, is_narrowed=True).to_fill(torch.tensor([5]))[0]
+    assert page.nbytes == len(payload)
+    at = 0
+    for segment in page.segments:
+        segment[:] = payload[at : at + len(segment)]
+        at += len(segment)
+    before = page_bytes(target, 5), page_bytes(target, 4)
+    assert page_bytes(target, 5) == before[0], "nothing moves before the commit"
+    page.commit()
+    assert page_bytes(target, 4) == before[1]
+    there = [
+        b"".join(bytes(part) for part in HostPages("m", pool).to_read(torch.tensor([slot]))[0].segments)
+        for pool, slot in ((source, 3), (target, 5))
+    ]
+    old, new = (torch.frombuffer(bytearray(part[:temporal_bytes]), dtype=torch.float32) for part in there)
+    assert torch.equal(new, old.to(torch.bfloat16).to(torch.float32)) and not torch.equal(new, old)
+    assert there[0][temporal_bytes:] == there[1][temporal_bytes:]
+
+
+@pytest.mark.parametrize("pool", [state_pool(dtype=torch.bfloat16), state_pool(side_state=True)])
+def test_what_cannot_be_narrowed_says_so(pool: Any):
+    with pytest.raises(ValueError, match="exact"):
+        HostPages("mamba", pool, is_narrowed=True)
