@@ -19,7 +19,6 @@ import json
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -28,7 +27,8 @@ from typing import Any, Final
 
 import httpx
 
-from bench.engines import free_port, note
+from bench.engines import note
+from bench.local_servers import local_gateway, running
 from bench.recorded_clients import (
     CHAT,
     MESSAGES,
@@ -47,7 +47,6 @@ from bench.stub_engine import StubEngine, sampled_ids, serving
 from cache_store.servers import RedisServer, Role
 from model.tokenizer import K3Tokenizer
 from model.vocabulary import tokenizer_json
-from service.stack import GATEWAY_START_TIMEOUT_S, gateway_service
 
 TURNS: Final = 6
 _KEYS: Final = ("one", "two")
@@ -299,27 +298,9 @@ def stack(scratch: Path) -> Generator[Player]:
     tokenizer = K3Tokenizer.load(model)
     engine = StubEngine(tokenizer, lambda _: [], chunk=7)
     with RedisServer(Role.LEDGER, scratch / "ledger") as ledger, serving(engine) as engine_url:
-        port = free_port()
-        log = scratch / "gateway.log"
-        gateway = gateway_service(
-            host="127.0.0.1",
-            port=port,
-            engine_url=engine_url,
-            ledger_url=ledger.url,
-            model=model,
-            tenants=tenants,
-            log=log,
-        )
-        gateway.launch()
-        try:
-            end = time.monotonic() + GATEWAY_START_TIMEOUT_S
-            while not gateway.is_ready():
-                if gateway.poll() is not None or time.monotonic() > end:
-                    raise RuntimeError(f"the gateway did not start:\n{log.read_text()[-2000:]}")
-                time.sleep(0.1)
-            yield Player(f"http://127.0.0.1:{port}", engine, tokenizer)
-        finally:
-            gateway.stop()
+        gateway, url = local_gateway(engine_url, ledger.url, model, scratch, tenants=tenants)
+        with running(gateway):
+            yield Player(url, engine, tokenizer)
 
 
 def measure(scratch: Path, turns: int = TURNS, sessions: Sequence[Session] | None = None) -> Json:
