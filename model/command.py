@@ -15,6 +15,7 @@ EXAMPLES = """\
   longhaul model build
   longhaul model build --output /tmp/k3 --seed 7 --json
   longhaul model train --output runs/k3-small --minutes 13
+  longhaul model eval --json
 """
 
 
@@ -30,17 +31,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     build.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
     build.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    from model.evaluation import command as evaluation
     from model.training import command as training
 
     training.add_arguments(actions)
+    evaluation.add_arguments(actions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Do as asked; 0 when it succeeded, 1 when it failed, 2 for bad arguments."""
-    if args.action == "train":
+    if args.action in ("train", "pack"):
         from model.training import command as training
 
-        return training.run(args)
+        return training.run(args) if args.action == "train" else training.run_pack(args)
+    if args.action == "eval":
+        from model.evaluation import command as evaluation
+
+        return evaluation.run(args)
     return _build(args)
 
 

@@ -1,10 +1,11 @@
 """Words, names and values that worlds are drawn from, in two disjoint splits.
 
-A value (a code, a number, a slug) and the noun of a look-up tool belong to one split, decided by a checksum of
-the text: what a held-out task asks for was never seen in training, though its letters were.
+A value (a code, a number, a slug) and the noun of a look-up tool belong to one split, decided by a checksum
+of the text: what a held-out task asks for was never seen in training, though its letters were.
 """
 
 from enum import StrEnum
+from pathlib import Path
 from random import Random
 from typing import Final
 from zlib import crc32
@@ -24,43 +25,20 @@ def split_of(text: str) -> Split:
     return Split.HELD_OUT if crc32(text.encode()) % _HELD_OUT_OF == 0 else Split.TRAIN
 
 
-WORDS: Final = tuple(
-    """acorn alder amber anchor anvil apple arch arrow aspen atlas autumn badge bamboo banner barley basalt basin
-    beacon beaver bell birch bison blaze bloom bolt border bottle boulder branch brass breeze brick bridge bronze
-    brook brush bucket buffer button cabin cable cactus camel candle canoe canyon cargo carpet castle cedar cellar
-    chain chalk cherry chess circle cliff clock cloud clover cobalt comet compass copper coral corner cotton crane
-    crater crystal curtain cypress dagger daisy dawn delta desert diamond dolphin door dragon drum dune eagle
-    echo elbow elm ember engine falcon feather fern ferry field finch flame flint forest fountain fox frost
-    galaxy garden garnet gate ginger glacier glass globe goose granite grape gravel grove hammer harbor hawk hazel
-    heron hill hollow honey horizon island ivory ivy jacket jade jasper jungle juniper kettle kite ladder lagoon
-    lake lantern lark laurel lava lemon lily lime lion lizard lotus lumber magnet maple marble marsh meadow
-    melon mesa meteor mill mint mirror moon moss mountain nectar needle nest nickel nova oak oasis ocean olive
-    onyx opal orbit orchid otter owl oyster palm panda paper parrot pearl pebble pepper pigeon pilot pine planet
-    plum pocket pond poppy prairie prism pulse quarry quartz quill rabbit radar raven reef ribbon ridge river
-    robin rocket rose ruby saddle saffron sail salmon sand sapphire scarf shadow shell shore silver slate smoke
-    snow spark sparrow spice spider spring spruce star stone storm summit sun swan temple thistle thunder tiger
-    timber topaz torch tower trail tulip tunnel turtle valley velvet violet walnut water wave wheat willow wind
-    window winter wolf yarrow zebra zenith""".split()
-)
+def _read_lists(text: str) -> dict[str, tuple[str, ...]]:
+    """Word lists by name: `[name]` on a line of its own, then words."""
+    sections = text.split("[")[1:]
+    return {name: tuple(words.split()) for name, _, words in (section.partition("]") for section in sections)}
 
-NAMES: Final = tuple(
-    """Ada Alan Amara Anders Anita Bela Bruno Carla Chen Clara Dana David Elena Emil Erik Farah Felix Gita Greta
-    Hana Hugo Ines Ivan Jana Jonas Kaito Karin Lars Leila Lena Luca Maja Marco Mei Milan Mina Nadia Nils Nora Omar
-    Oskar Petra Priya Rafael Rosa Samir Sara Sofia Tariq Theo Uma Vera Viktor Wanda Yara Yuki Zoe""".split()
-)
 
-CITIES: Final = tuple(
-    """Accra Ankara Athens Bergen Berlin Bogota Boston Cairo Cusco Dakar Delhi Denver Dublin Geneva Hanoi Havana
-    Helsinki Istanbul Jakarta Kyoto Lagos Lima Lisbon London Lyon Madrid Malmo Manila Milan Montreal Munich Nairobi
-    Naples Oslo Osaka Paris Porto Prague Quito Riga Rome Santiago Seoul Seville Sofia Sydney Tallinn Tokyo Toronto
-    Turin Vienna Vilnius Warsaw Zagreb Zurich""".split()
-)
+_LISTS: Final = _read_lists(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"))
+WORDS: Final = _LISTS["words"]
 
-FIELDS: Final = tuple(
-    """balance capacity code count deadline depth distance duration height humidity id label level limit length
-    load owner phase pressure price quantity rank rating rate reading score serial size speed status stock
-    temperature token total version voltage weight width zone""".split()
-)
+NAMES: Final = _LISTS["names"]
+
+CITIES: Final = _LISTS["cities"]
+
+FIELDS: Final = _LISTS["fields"]
 
 VERBS: Final = ("get", "fetch", "lookup", "query", "find", "check")
 EXTENSIONS: Final = ("py", "toml", "cfg", "ini", "txt", "yaml")

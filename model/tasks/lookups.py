@@ -1,6 +1,7 @@
 """Tasks on look-up tables, the calculator and the key-value store."""
 
 import json
+from collections.abc import Generator
 from random import Random
 
 from model.tasks import lexicon
@@ -24,7 +25,9 @@ def _ask(table: Table, entity: str) -> Call:
     return Call(table.tool.name, {table.key: entity})
 
 
-def _fetch(table: Table, field: str, entities: list[str], what: str) -> Solution:
+def _fetch(
+    table: Table, field: str, entities: list[str], what: str
+) -> Generator[Reply, list[str], dict[str, str]]:
     """Ask for all entities at once, again for those that were busy; the caller sees the last results."""
     name = table.tool.name
     each = "" if len(entities) == 1 else ": one call each"
@@ -39,7 +42,7 @@ def _fetch(table: Table, field: str, entities: list[str], what: str) -> Solution
             calls=tuple(_ask(table, entity) for entity in again),
         )
         known |= dict(zip(again, results, strict=True))
-    return known  # type: ignore[return-value]
+    return known
 
 
 def lookup(rng: Random, world: World, split: Split) -> Task:
@@ -61,7 +64,7 @@ def lookup(rng: Random, world: World, split: Split) -> Task:
     )
 
     def solve() -> Solution:
-        known: dict[str, str] = yield from _fetch(table, field, entities, "")  # type: ignore[assignment]
+        known: dict[str, str] = yield from _fetch(table, field, entities, "")
         lines: list[str] = []
         values: list[str] = []
         for entity in entities:
@@ -77,13 +80,17 @@ def lookup(rng: Random, world: World, split: Split) -> Task:
         )
 
     row = table.rows.get(entities[0])
-    fact = row and Fact(
-        f"Earlier you looked up the {noun} {entities[0]}. What was the {field}? Do not look again.",
-        f"I looked up {entities[0]} before: the {field} was {row[field]}.",
-        f"The {field} of {entities[0]} was {row[field]}.",
-        row[field],
+    fact = (
+        Fact(
+            f"Earlier you looked up the {noun} {entities[0]}. What was the {field}? Do not look again.",
+            f"I looked up {entities[0]} before: the {field} was {row[field]}.",
+            f"The {field} of {entities[0]} was {row[field]}.",
+            row[field],
+        )
+        if row
+        else None
     )
-    return Task("parallel" if len(entities) > 1 else "lookup", prompt, solve, fact or None)
+    return Task("parallel" if len(entities) > 1 else "lookup", prompt, solve, fact)
 
 
 def _numeric(rng: Random, table: Table) -> tuple[str, str] | None:
@@ -108,7 +115,7 @@ def lookup_and_compute(rng: Random, world: World, split: Split) -> Task | None:
     )
 
     def solve() -> Solution:
-        known: dict[str, str] = yield from _fetch(table, field, [entity], f" {what}")  # type: ignore[assignment]
+        known: dict[str, str] = yield from _fetch(table, field, [entity], f" {what}")
         found = _field(table, known[entity], field)
         results = yield Reply(
             f"The {field} is {found}. Now {found} {what}.",
@@ -132,7 +139,7 @@ def lookup_and_store(rng: Random, world: World, split: Split) -> Task:
     )
 
     def solve() -> Solution:
-        known: dict[str, str] = yield from _fetch(table, field, [entity], "")  # type: ignore[assignment]
+        known: dict[str, str] = yield from _fetch(table, field, [entity], "")
         found = _field(table, known[entity], field)
         yield Reply(
             f"The {field} is {found}. I store it under {key}.",

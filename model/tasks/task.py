@@ -58,7 +58,7 @@ class Task:
 
 @dataclass(slots=True)
 class Played:
-    """The messages of a task as an ideal agent plays it (without the prompt), and what its answer contains."""
+    """The messages of a task as an ideal agent plays it, without the prompt, and what its answer contains."""
 
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     values: tuple[str, ...] = ()

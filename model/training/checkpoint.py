@@ -1,7 +1,6 @@
-"""Writes a trained network as a checkpoint directory that SGLang and `model.reference` load."""
+"""Writes a trained network's checkpoint, all but the tokenizer's code."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -52,6 +51,7 @@ def write(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], 
     for number, part in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
         save_file(part, path / name, metadata={"format": "pt"})
+        (path / name).chmod(0o644)
         index |= dict.fromkeys(part, name)
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     _write_json(
@@ -61,15 +61,13 @@ def write(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], 
 
 
 def describe(path: Path, config: Mapping[str, Any], tokenizer_json: str) -> None:
-    """Write all but the weights: configuration, vocabulary and the tokenizer's code."""
+    """Write all but the weights and the tokenizer's code, which `model.small` adds."""
     ids = special_ids(VOCAB_SIZE)
     tokens = {f"{role}_token_id": ids[text] for role, text in tiny.TOKEN_ROLES.items()}
     _write_json(path / "config.json", config)
     _write_json(path / "generation_config.json", tokens)
     _write_json(path / "tokenizer_config.json", tokenizer_config())
     (path / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
-    for name in tiny.SOURCES:
-        shutil.copyfile(Path(tiny.__file__).with_name(name), path / name)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -24,6 +24,9 @@ def add_arguments(actions: Any) -> None:
     )
     train.add_argument("--output", type=Path, required=True, metavar="DIR", help="checkpoint, log and state")
     train.add_argument("--minutes", type=float, default=13.0, help="of training (default: %(default)s)")
+    train.add_argument(
+        "--wall", type=float, metavar="MINUTES", help="limit of the whole run: trains less to fit"
+    )
     train.add_argument("--steps", type=int, help="train for so many steps instead")
     train.add_argument("--from", type=float, default=0.0, dest="start", metavar="SHARE", help="part of the")
     train.add_argument("--to", type=float, default=1.0, dest="end", metavar="SHARE", help="schedule to run")
@@ -46,6 +49,28 @@ def add_arguments(actions: Any) -> None:
     )
     train.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
+    pack = actions.add_parser(
+        "pack",
+        help="ship what a training run left",
+        description="Write the shipped checkpoint and its card from a run's weights and log.",
+    )
+    pack.add_argument("source", type=Path, metavar="DIR", help="holds model-*.safetensors and log.jsonl")
+    pack.add_argument("--output", type=Path, default=SMALL, metavar="DIR", help="default: %(default)s")
+    pack.add_argument("--seed", type=int, default=0, help="that the run had (default: %(default)s)")
+
+
+def run_pack(args: argparse.Namespace) -> int:
+    """Pack; 0 when the checkpoint stands, 1 when it could not be written."""
+    from model.training.pack import pack
+
+    try:
+        summary = pack(args.source, args.output, args.seed)
+    except (OSError, ValueError) as error:
+        print(f"longhaul model pack: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps({"path": str(args.output), **summary}))
+    return 0
+
 
 def run(args: argparse.Namespace) -> int:
     """Train; 0 when the checkpoint stands, 1 when training failed, 2 for bad arguments."""
@@ -60,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
             output=args.output,
             seed=args.seed,
             minutes=args.minutes,
+            wall_minutes=args.wall,
             steps=args.steps,
             start=args.start,
             end=args.end,

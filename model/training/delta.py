@@ -1,4 +1,4 @@
-"""The gated delta rule over whole sequences, with gradients: batched products only, so that any device is fast.
+"""The gated delta rule over whole sequences, with gradients, in batched products that suit any device.
 
 The chunked form of Kimi Linear (arXiv 2510.26692, section 3.1) in the notation of `model.cpu.kda`, with three
 differences, all for the sake of gradients and of parallel hardware:
@@ -139,7 +139,7 @@ def entering_states(carry: Tensor, writes: Tensor) -> Tensor:
         inner, outer = chunks, 1
     carry = carry.reshape(batch * outer, inner, heads, width, width).transpose(0, 1).flatten(1, 2)
     writes = writes.reshape(batch * outer, inner, heads, value, width).transpose(0, 1).flatten(1, 2)
-    # Within groups, all groups at once: the state each group would have from nothing, and what it does to one.
+    # All groups at once: the state that each would have from nothing, and what it does to an earlier one.
     state = torch.zeros_like(writes[0])
     decay = torch.eye(width, dtype=carry.dtype, device=carry.device).expand_as(carry[0])
     states, decays = [state], [decay]

@@ -1,4 +1,4 @@
-"""Training documents: sessions and source text as token ids, each token with the kind of text it belongs to."""
+"""Training documents: sessions and source text as token ids, each token with its kind."""
 
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence

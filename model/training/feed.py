@@ -26,7 +26,7 @@ def _work(tokenizer_json: str, seed: int, tokens: int, wanted: Any, drawn: Any) 
 
 
 class Feed:
-    """Draws batches in `workers` processes; batch `index` depends on the seed, its index and its length alone."""
+    """Draws batches in `workers` processes; a batch depends on the seed, its index and its length alone."""
 
     def __init__(self, tokenizer_json: str, seed: int, tokens: int, workers: int) -> None:
         context = multiprocessing.get_context("spawn")

@@ -58,7 +58,7 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel))
 
     def forward(self, x: Tensor, has_past: Tensor) -> Tensor:
-        """[T, channels] -> the same, float32. `has_past` [T, kernel - 1]: whether j + 1 tokens back is ours."""
+        """[T, channels] -> the same, float32; `has_past` [T, kernel - 1] tells where a sequence begins."""
         kernel = self.weight.shape[-1]
         x = x.float()
         out = x * self.weight[:, 0, kernel - 1]
@@ -185,7 +185,7 @@ class Router(nn.Module):
 class LatentMoe(nn.Module):
     """Stable LatentMoE: experts in a narrower latent space, normalised before they are widened again.
 
-    All experts run on all tokens, as one wide product: at this size that is cheaper than gathering, and exact.
+    All experts run on all tokens, as one wide product: at this size that is cheaper than gathering.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -241,8 +241,9 @@ class LatentMoe(nn.Module):
 def quantile_correction(scores: Tensor, correction: Tensor, chosen: int) -> Tensor:
     """Router correction with which every expert would have been chosen equally often (quantile balancing).
 
-    A token's cut-off lies between its last chosen and its first rejected expert. An expert gets the share k/E of
-    the tokens when its correction is minus the (1 - k/E) quantile of its scores measured from those cut-offs.
+    A token's cut-off lies between its last chosen and its first rejected expert. An expert gets the share k/E
+    of the tokens when its correction is minus the (1 - k/E) quantile of its scores measured from those
+    cut-offs.
 
     Args:
         scores: [T, E] in (0, 1).
@@ -296,6 +297,19 @@ class Layer(nn.Module):
         return self.mlp if hasattr(self, "mlp") else self.block_sparse_moe
 
 
+class Body(nn.Module):
+    """What the checkpoint calls `model`: everything but the output head."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__()
+        hidden, eps = geometry.hidden_size, geometry.rms_norm_eps
+        self.embed_tokens = nn.Embedding(geometry.vocab_size, hidden)
+        self.layers = nn.ModuleList(Layer(geometry, i) for i in range(geometry.num_hidden_layers))
+        self.output_attn_res_proj = Linear(hidden, 1)
+        self.output_attn_res_norm = RmsNorm(hidden, eps)
+        self.norm = RmsNorm(hidden, eps)
+
+
 class Network(nn.Module):
     """A whole K3 text model; parameter names are the checkpoint's without the prefix `language_model.`."""
 
@@ -304,14 +318,8 @@ class Network(nn.Module):
         self.geometry = geometry
         self.dtype = dtype
         self.mix = mix
-        hidden, eps = geometry.hidden_size, geometry.rms_norm_eps
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(geometry.vocab_size, hidden)
-        self.model.layers = nn.ModuleList(Layer(geometry, i) for i in range(geometry.num_hidden_layers))
-        self.model.output_attn_res_proj = Linear(hidden, 1)
-        self.model.output_attn_res_norm = RmsNorm(hidden, eps)
-        self.model.norm = RmsNorm(hidden, eps)
-        self.lm_head = Linear(hidden, geometry.vocab_size)
+        self.model = Body(geometry)
+        self.lm_head = Linear(geometry.hidden_size, geometry.vocab_size)
 
     @property
     def layers(self) -> Sequence[Layer]:
@@ -327,8 +335,8 @@ class Network(nn.Module):
                 features of a DSpark draft.
 
         Returns:
-            The final hidden states after the last norm, [B * T, hidden] in the network's dtype (`lm_head` makes
-            logits of them), and the captures in the order of `taps`, float32.
+            The final hidden states after the last norm, [B * T, hidden] in the network's dtype (`lm_head`
+            makes logits of them), and the captures in the order of `taps`, float32.
         """
         batch, length = ids.shape
         if length % delta.CHUNK_TOKENS:
@@ -366,14 +374,15 @@ class Network(nn.Module):
                 moe.balance(rate)
 
     def compile_parts(self) -> Callable[[], None]:
-        """Compile what works on a flat axis of tokens; layers of one kind share the code. Returns the way back."""
+        """Compile what works on a flat axis of tokens, once for layers of a kind. Returns the way back."""
         parts: list[tuple[Any, str]] = [(self, "mix")]
         for layer in self.layers:
             parts += [(layer.self_attn, "before"), (layer.self_attn, "after")]
             is_sparse = isinstance(layer.feed_forward, LatentMoe)
             parts.append((layer.feed_forward, "mix" if is_sparse else "forward"))
         plain = [getattr(owner, name) for owner, name in parts]
-        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        config = torch._dynamo.config  # pyright: ignore[reportPrivateUsage] -- has no public name
+        config.recompile_limit = max(64, config.recompile_limit)
         for (owner, name), function in zip(parts, plain, strict=True):
             setattr(owner, name, torch.compile(function, dynamic=False))
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import load_file
 
 from model.tasks.lexicon import Split
 from model.tokenizer import K3Tokenizer
@@ -17,24 +16,27 @@ from model.training.feed import Batch, Feed
 from model.training.geometry import Geometry, small_config
 from model.training.network import Network, initialise
 from model.training.optimizer import Optimizer, Rates
-from model.training.weights import from_checkpoint
+from model.training.weights import from_checkpoint, read
 
 _AHEAD: Final = 48
+_FINISH_SECONDS: Final = 20.0
 _BALANCE_RATE: Final = 0.05
 _HELD_OUT_LENGTHS: Final = (2048, 8192)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run does. It ends after `steps`, or where that is None after `minutes` of training.
+    """What a run does. It ends after `steps`, or where that is None after `minutes` of training, or fewer
+    when the whole run, compilation included, would otherwise take more than `wall_minutes`.
 
-    `start` and `end` are the parts of the schedule that this run covers. `weights` names a checkpoint directory
-    to begin with; a run whose `output` holds a `state.pt` goes on from there.
+    `start` and `end` are the part of the schedule that this run covers. `weights` names a checkpoint to begin
+    with. A run whose `output` holds a `state.pt` goes on from there.
     """
 
     output: Path
     seed: int = 0
     minutes: float = 13.0
+    wall_minutes: float | None = None
     steps: int | None = None
     start: float = 0.0
     end: float = 1.0
@@ -47,7 +49,7 @@ class Plan:
     is_compiled: bool = True
     weights: Path | None = None
     sizes: dict[str, Any] = field(default_factory=dict[str, Any])
-    rates: Rates = Rates()
+    rates: Rates = field(default_factory=Rates)
     save_seconds: float = 120.0
     held_out_seconds: float = 45.0
     keeps_state: bool = True
@@ -64,13 +66,15 @@ class Run:
         self.plan = plan
         self.note = note
         self.device = torch.device(plan.device)
+        self._began = time.monotonic()
+        self._minutes = plan.minutes
         self.tokenizer_json = tokenizer_json
         self.config = small_config(**plan.sizes)
         self.geometry = Geometry.of(self.config)
         self.network = Network(self.geometry, plan.dtype)
         initialise(self.network, plan.seed)
         if plan.weights is not None:
-            from_checkpoint(self.network, _read(plan.weights))
+            from_checkpoint(self.network, read(plan.weights))
         self.network.to(self.device)
         self.optimizer = Optimizer(self.network, plan.rates)
         self.step = 0
@@ -86,7 +90,7 @@ class Run:
     def progress(self) -> float:
         """How far the schedule is, 0 to 1."""
         plan = self.plan
-        done = self.step / plan.steps if plan.steps else self.trained_seconds / (60 * plan.minutes)
+        done = self.step / plan.steps if plan.steps else self.trained_seconds / (60 * self._minutes)
         return plan.start + (plan.end - plan.start) * min(1.0, done)
 
     def train(self, report: Callable[[float, str], None]) -> dict[str, Any]:
@@ -101,6 +105,10 @@ class Run:
             first = feed.take(self.step)
             if plan.is_compiled:
                 self._compile(first)
+            if plan.wall_minutes is not None:
+                left = 60 * plan.wall_minutes - (time.monotonic() - self._began) - _FINISH_SECONDS
+                self._minutes = min(plan.minutes, (self.trained_seconds + max(1.0, left)) / 60)
+                self.note(f"trains for {self._minutes:.1f} minutes in all")
             began = last_save = last_held_out = window = time.monotonic()
             before, window_tokens, window_flops = self.trained_seconds, self.tokens, 0.0
             batch: Batch | None = first
@@ -265,12 +273,3 @@ class Run:
     def _write(self, **values: Any) -> None:
         self._log.write(json.dumps(values) + "\n")
         self._log.flush()
-
-
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        tensors |= load_file(file)
-    if not tensors:
-        raise FileNotFoundError(f"{path} has no *.safetensors: give a checkpoint's directory")
-    return tensors

@@ -1,4 +1,4 @@
-"""What a run does when: lengths of its batches and the scale of its learning rates, by progress from 0 to 1."""
+"""Lengths of the batches and the scale of the learning rates, by progress from 0 to 1."""
 
 from random import Random
 from typing import Final

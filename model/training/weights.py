@@ -1,8 +1,10 @@
-"""From the trainer's parameters to the checkpoint's tensors and back: experts are stacked in the one alone."""
+"""From the trainer's parameters, with experts stacked, to the checkpoint's tensors and back."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from model.training.network import Network
@@ -35,3 +37,13 @@ def from_checkpoint(network: Network, tensors: Mapping[str, Tensor]) -> None:
             weight.copy_(torch.stack(parts))
         else:
             weight.copy_(tensors[_PREFIX + name])
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """Tensors of a checkpoint directory. Raises FileNotFoundError when it holds none."""
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors |= load_file(file)
+    if not tensors:
+        raise FileNotFoundError(f"{path} has no *.safetensors: give a checkpoint's directory")
+    return tensors

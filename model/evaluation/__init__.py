@@ -1,0 +1,1 @@
+"""Evaluation of a served model: held-out episodes, played over HTTP against the scripted tools."""
