@@ -15,7 +15,7 @@ def test_what_sglang_reads_is_ignored_and_defaults_hold(monkeypatch: pytest.Monk
     )
     assert (options.timeout_s, options.ttl, options.connections) == (2.0, "24h", 4)
     assert (options.state_keep_every, options.superseded_ttl_s, options.tenant_max_bytes) == (
-        32_768,
+        36_864,
         60.0,
         None,
     )
