@@ -8,14 +8,15 @@ error texts hold file paths and ids. Texts go to the log; a caller gets a `Servi
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
-import httpx
+import aiohttp
 import orjson
+from yarl import URL
 
 from service.errors import EngineFailed, EngineUnavailable, ServiceError
 from service.generation import Chunk, Generation, read_chunk, refusal
@@ -24,9 +25,13 @@ log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S: Final = 5.0
 _CONTROL_TIMEOUT_S: Final = 10.0
+_CONTROL: Final = aiohttp.ClientTimeout(total=_CONTROL_TIMEOUT_S)
+_DRAIN_TIMEOUT_S: Final = 1.0
 # SGLang closes an idle connection after SGLANG_TIMEOUT_KEEP_ALIVE = 5 s: give ours up before it does.
 _KEEP_ALIVE_S: Final = 3.0
-_GIVEN_UP: Final = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
+_FAULTS: Final = (aiohttp.ClientError, TimeoutError)
+_GIVEN_UP: Final = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
+_JSON: Final = {"content-type": "application/json"}
 _REQUEST_SLACK_TOKENS: Final = 5
 """`max_req_input_len` is the longest request minus this (managers/tp_worker.py)."""
 
@@ -60,20 +65,15 @@ class Engine:
         vocabulary: int,
         api_key: str | None = None,
         silence_timeout_s: float = 900.0,
-        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._vocabulary = vocabulary
-        self._client = httpx.AsyncClient(
-            base_url=url,
-            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
-            # A prefill is silent for as long as it takes; a dead engine closes the connection.
-            timeout=httpx.Timeout(silence_timeout_s, connect=_CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_keepalive_connections=64, keepalive_expiry=_KEEP_ALIVE_S),
-            trust_env=False,
-            transport=transport,
-        )
+        self._url = URL(url.rstrip("/"))
+        self._api_key = api_key
+        self._silence_timeout_s = silence_timeout_s
+        self._opened: aiohttp.ClientSession | None = None
         self._info: EngineInfo | None = None
         self._aborts: set[asyncio.Task[None]] = set()
+        self._drains: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -87,7 +87,24 @@ class Engine:
         """Send the aborts that are under way, then give the connections back."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=_CONTROL_TIMEOUT_S)
-        await self._client.aclose()
+        if self._drains:
+            await asyncio.wait(self._drains, timeout=_DRAIN_TIMEOUT_S)
+        if self._opened is not None:
+            await self._opened.close()
+
+    @property
+    def _client(self) -> aiohttp.ClientSession:
+        """The session with its connections; it belongs to the event loop that first uses it."""
+        if self._opened is None:
+            self._opened = aiohttp.ClientSession(
+                headers={"authorization": f"Bearer {self._api_key}"} if self._api_key else {},
+                # A prefill is silent for as long as it takes; a dead engine closes the connection.
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=self._silence_timeout_s
+                ),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            )
+        return self._opened
 
     async def info(self) -> EngineInfo:
         """What the engine serves; asked again after a connection has failed. Raises EngineUnavailable."""
@@ -111,26 +128,28 @@ class Engine:
     async def ready(self) -> bool:
         """Whether the engine takes requests now."""
         try:
-            answer = await self._client.get("/ready", timeout=_CONTROL_TIMEOUT_S)
-        except httpx.HTTPError:
+            async with self._client.get(self._url / "ready", timeout=_CONTROL) as answer:
+                return answer.status == 200
+        except _FAULTS:
             self._info = None
             return False
-        return answer.status_code == 200
 
     async def metrics(self) -> bytes:
         """The engine's Prometheus page; empty when it has none or can't be reached."""
         try:
-            answer = await self._client.get("/metrics", timeout=_CONTROL_TIMEOUT_S, follow_redirects=True)
-        except httpx.HTTPError:
+            async with self._client.get(self._url / "metrics", timeout=_CONTROL) as answer:
+                return await answer.read() if answer.status == 200 else b""
+        except _FAULTS:
             return b""
-        return answer.content if answer.status_code == 200 else b""
 
     async def tokenize(self, request: Mapping[str, Any]) -> list[int]:
         """The ids of the prompt that SGLang itself renders for a chat request. Raises EngineError."""
         try:
-            answer = await self._client.post("/tokenize", json=request, timeout=_CONTROL_TIMEOUT_S)
-            tokens: object = orjson.loads(answer.content)["tokens"]
-        except httpx.HTTPError as error:
+            async with self._client.post(
+                self._url / "tokenize", data=orjson.dumps(request), headers=_JSON, timeout=_CONTROL
+            ) as answer:
+                tokens: object = orjson.loads(await answer.read())["tokens"]
+        except _FAULTS as error:
             raise self._unavailable("/tokenize", error) from None
         except (ValueError, KeyError, TypeError):
             raise EngineFailed from None
@@ -161,55 +180,72 @@ class Engine:
             raise
         finally:
             if not ended:
-                task = asyncio.create_task(self.abort(generation.rid))
-                self._aborts.add(task)
-                task.add_done_callback(self._aborts.discard)
+                self._keep(self._aborts, self.abort(generation.rid))
 
     async def _events(self, generation: Generation) -> AsyncGenerator[dict[str, Any]]:
-        body = generation.body()
+        answer = await self._post(generation.body())
+        ended = False
+        try:
+            if answer.status != 200:
+                raise refusal(answer.status, (await answer.read()).decode(errors="replace"))
+            async with aclosing(_server_sent_events(answer)) as events:
+                async for event in events:
+                    meta = event.get("meta_info")
+                    ended = isinstance(meta, dict) and meta.get("finish_reason") is not None
+                    yield event
+        except _FAULTS as error:
+            self._unavailable("/generate", error)
+            raise EngineFailed from None
+        finally:
+            if ended:
+                # What follows is the end of the stream: read it, and the connection can be used again.
+                self._keep(self._drains, _drain(answer))
+            else:
+                answer.close()
+
+    async def _post(self, body: bytes) -> aiohttp.ClientResponse:
         for attempt in (1, 2):
-            started = False
             try:
-                async with self._client.stream(
-                    "POST", "/generate", content=body, headers={"content-type": "application/json"}
-                ) as answer:
-                    started = True
-                    if answer.status_code != 200:
-                        raise refusal(answer.status_code, (await answer.aread()).decode(errors="replace"))
-                    async with aclosing(_server_sent_events(answer)) as events:
-                        async for event in events:
-                            yield event
-                return
-            except httpx.HTTPError as error:
+                return await self._client.post(self._url / "generate", data=body, headers=_JSON)
+            except _FAULTS as error:
                 unavailable = self._unavailable("/generate", error)
-                if started:
-                    raise EngineFailed from None
                 # A kept-alive connection that the engine had just given up: nothing was begun, so ask again.
                 if attempt == 2 or not isinstance(error, _GIVEN_UP):
                     raise unavailable from None
+        raise AssertionError("the second attempt returns or raises")
+
+    def _keep(self, tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     async def abort(self, rid: str) -> None:
         """End the engine's work on a request; without effect when it has ended. Never raises."""
+        body = orjson.dumps({"rid": rid})
         try:
-            await self._client.post("/abort_request", json={"rid": rid}, timeout=_CONTROL_TIMEOUT_S)
-        except httpx.HTTPError as error:
+            async with self._client.post(
+                self._url / "abort_request", data=body, headers=_JSON, timeout=_CONTROL
+            ):
+                pass
+        except _FAULTS as error:
             log.warning("rid %s: not aborted: %r", rid, error)
 
     async def _get_json(self, path: str) -> Any:
         try:
-            answer = await self._client.get(path, timeout=_CONTROL_TIMEOUT_S)
-        except httpx.HTTPError as error:
+            async with self._client.get(self._url.joinpath(path[1:]), timeout=_CONTROL) as answer:
+                status, content = answer.status, await answer.read()
+        except _FAULTS as error:
             raise self._unavailable(path, error) from None
-        if answer.status_code != 200:
-            log.warning("the engine answers %s with %d", path, answer.status_code)
+        if status != 200:
+            log.warning("the engine answers %s with %d", path, status)
             raise EngineUnavailable
         try:
-            return orjson.loads(answer.content)
+            return orjson.loads(content)
         except ValueError:
             log.error("the engine's %s is not JSON", path)
             raise EngineUnavailable from None
 
-    def _unavailable(self, path: str, error: httpx.HTTPError) -> EngineUnavailable:
+    def _unavailable(self, path: str, error: Exception) -> EngineUnavailable:
         log.warning("the engine's %s failed: %r", path, error)
         self._info = None  # another one, with other limits, may answer next
         return EngineUnavailable()
@@ -222,9 +258,16 @@ def _check_ids(ids: Sequence[int], vocabulary: int) -> None:
         raise EngineFailed
 
 
-async def _server_sent_events(answer: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
+async def _drain(answer: aiohttp.ClientResponse) -> None:
+    with suppress(*_FAULTS):
+        async with asyncio.timeout(_DRAIN_TIMEOUT_S):
+            await answer.read()
+    answer.close()  # without effect on what was read to its end
+
+
+async def _server_sent_events(answer: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, Any]]:
     pending = b""
-    async for received in answer.aiter_raw():
+    async for received in answer.content.iter_any():
         *events, pending = (pending + received).split(b"\n\n")
         for event in events:
             data = event.removeprefix(b"data: ")
