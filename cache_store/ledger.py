@@ -36,13 +36,20 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from cache_store import stored_bytes
+from cache_store.decoded import DecodedTurns
 from cache_store.document import DocumentFormatError, decode_document, encode_document
 from cache_store.retention import TtlClass
-from cache_store.turn import KEY_BYTES, NO_PARENT, Turn, TurnFormatError, decode_turn, encode_turn
+from cache_store.turn import KEY_BYTES, NO_PARENT, Turn, encode_turn
 
 VERSIONS_KEPT: Final = 64
 SESSION_TURNS_READ: Final = 1024
 _ERASED_AT_ONCE: Final = 256
+_READ_LISTS: Final = """
+local lists = {}
+for place, key in ipairs(KEYS) do lists[place] = redis.call('LRANGE', key, 0, ARGV[1]) end
+return lists
+"""
+"""One command for all lists of a conversation: one for each costs the client more than anything else."""
 _VERSION: Final = struct.Struct("<16s16s8s8s8s")
 _CONNECTIONS: Final = 64
 SECRET_BYTES: Final = 32
@@ -113,6 +120,8 @@ class Ledger:
             retry=Retry(NoBackoff(), 0),
         )
         self._redis = redis.asyncio.Redis.from_pool(pool)
+        self._read_lists: Any = self._redis.register_script(_READ_LISTS)
+        self._decoded = DecodedTurns()
 
     async def ping(self) -> bool:
         """Whether Redis answers within the deadline."""
@@ -133,10 +142,11 @@ class Ledger:
     async def versions(self, tenant: str, digests: Iterable[bytes]) -> list[list[Version]]:
         """For each digest the turns that end there, newest first; one round trip."""
         prefix = _prefix(tenant)
-        async with _faults(self._deadline_s), self._redis.pipeline(transaction=False) as pipe:
-            for digest in digests:
-                pipe.lrange(f"{prefix}d:{digest.hex()}", 0, VERSIONS_KEPT - 1)
-            lists = cast("list[list[bytes]]", await pipe.execute())
+        keys = [f"{prefix}d:{digest.hex()}" for digest in digests]
+        if not keys:
+            return []
+        async with _faults(self._deadline_s):
+            lists = cast("list[list[bytes]]", await self._read_lists(keys=keys, args=[VERSIONS_KEPT - 1]))
         return [[_unpack(data) for data in entries if len(data) == _VERSION.size] for entries in lists]
 
     async def turns(self, tenant: str, keys: Sequence[str]) -> list[Turn | None]:
@@ -146,7 +156,7 @@ class Ledger:
         prefix = _prefix(tenant)
         async with _faults(self._deadline_s):
             stored = cast("list[bytes | None]", await self._redis.mget([f"{prefix}t:{key}" for key in keys]))
-        return [_decode(key, data) for key, data in zip(keys, stored, strict=True)]
+        return [self._decoded.decode(key, data) for key, data in zip(keys, stored, strict=True)]
 
     async def session(self, tenant: str, session: str) -> list[Turn]:
         """The session's turns that are still there, oldest first; two round trips.
@@ -346,15 +356,6 @@ def _pack(version: Version) -> bytes:
 def _unpack(data: bytes) -> Version:
     key, parent, reasoning, call_ids, session = _VERSION.unpack(data)
     return Version(key.hex(), None if parent == NO_PARENT else parent.hex(), reasoning, call_ids, session)
-
-
-def _decode(key: str, data: bytes | None) -> Turn | None:
-    if data is None:
-        return None
-    try:
-        return decode_turn(key, data)
-    except TurnFormatError:
-        return None
 
 
 def _decode_document(key: str, data: bytes | None) -> dict[str, Any] | None:

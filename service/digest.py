@@ -270,11 +270,8 @@ def _value_digest(value: object) -> bytes:
 
 
 def _hash(*parts: bytes) -> bytes:
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
+    sized = b"".join(piece for part in parts for piece in (len(part).to_bytes(8, "little"), part))
+    return hashlib.blake2b(sized, digest_size=DIGEST_BYTES).digest()
 
 
 def _short(text: str) -> bytes:

@@ -8,7 +8,7 @@ error texts hold file paths and ids. Texts go to the log; a caller gets a `Servi
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -163,7 +163,7 @@ class Engine:
         Closing the generator before that aborts the engine's work. Raises InvalidRequest for what the engine
         refuses of the client's doing, else EngineOverloaded, EngineUnavailable or EngineFailed.
         """
-        _check_ids(generation.ids, self._vocabulary)
+        _check_ids(generation, self._vocabulary)
         ended = False
         try:
             async with aclosing(self._events(generation)) as events:
@@ -251,9 +251,14 @@ class Engine:
         return EngineUnavailable()
 
 
-def _check_ids(ids: Sequence[int], vocabulary: int) -> None:
+def _check_ids(generation: Generation, vocabulary: int) -> None:
     """Let no id outside [0, vocabulary) through: the engine would die of it, with every request in it."""
-    if not ids or min(ids) < 0 or max(ids) >= vocabulary:
+    ids, highest = generation.ids, generation.highest
+    if highest is None:
+        highest = max(ids, default=0)
+        if min(ids, default=0) < 0:
+            highest = vocabulary
+    if not ids or highest >= vocabulary:
         log.critical("a prompt of %d ids leaves [0, %d): refused", len(ids), vocabulary)
         raise EngineFailed
 

@@ -19,13 +19,17 @@ StopKind = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One request to `/generate`. `ids` are the prompt, `sampling` SGLang's `sampling_params`."""
+    """One request to `/generate`. `ids` are the prompt, `sampling` SGLang's `sampling_params`.
+
+    highest: the highest of the ids, where their source knows it; looking for it takes milliseconds.
+    """
 
     rid: str
     ids: Sequence[int]
     sampling: Mapping[str, Any]
     cache_salt: str
     top_logprobs: int | None = None
+    highest: int | None = None
 
     def body(self) -> bytes:
         """The JSON body."""

@@ -197,6 +197,7 @@ class TurnRunner:
                 sampling=sampling,
                 cache_salt=request.tenant.cache_salt,
                 top_logprobs=request.sampling.top_logprobs,
+                highest=prompt.highest,
             )
             reader = MessageReader(
                 self._tokenizer, prompt.channel, request.sampling, single_call=request.single_call

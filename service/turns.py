@@ -10,6 +10,7 @@ Without the ledger a prompt is rendered as SGLang renders it. Nothing is guessed
 
 import asyncio
 import hashlib
+import itertools
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -76,6 +77,7 @@ class Prompt:
     restored_ids: tool calls whose ids the client had rewritten.
     fallback: why the ledger had no say (`ledger_unavailable`, `foreign_tokens`), or None.
     divergence: which message differs first from what is recorded, and how; None when nothing does.
+    highest: the highest of `ids`; those of a recorded turn are compared with its own when it is decoded.
     """
 
     ids: list[int]
@@ -87,6 +89,7 @@ class Prompt:
     restored_ids: int
     fallback: str | None
     divergence: str | None
+    highest: int
     context: TurnContext = field(repr=False, compare=False)
 
 
@@ -166,6 +169,7 @@ class Turns:
             restored_ids=sum(_restored_ids(turn, messages) for turn in path),
             fallback=fallback,
             divergence=ancestry.divergence,
+            highest=max(itertools.chain(rendered.ids, (turn.highest for turn in path))),
             context=TurnContext(
                 tenant=tenant,
                 session=session or (path[-1].session if path else None),
