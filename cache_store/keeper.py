@@ -165,6 +165,7 @@ class Keeper:
             if not self._arrivals or self._arrivals[0].due_at > self._timer():
                 return False
             arrival = heapq.heappop(self._arrivals)
+            metrics.UNJUDGED.dec()
         if not self._judge(arrival.pool, arrival.span) and arrival.tries + 1 < len(_WAITS_S):
             self._wait(arrival.pool, arrival.span, arrival.tries + 1)
         return True
@@ -174,12 +175,16 @@ class Keeper:
             if len(self._arrivals) < _WAITING_MAX:
                 due_at = self._timer() + _WAITS_S[tries]
                 heapq.heappush(self._arrivals, _Arrival(due_at, next(self._numbers), pool, span, tries))
+                metrics.UNJUDGED.inc()
 
     def close(self) -> None:
         """Stop. States that were not judged live longer."""
         self._closing = True
         self._wake.set()
         self._thread.join(self._options.timeout_s + 1.0)
+        with self._lock:
+            metrics.UNJUDGED.dec(len(self._arrivals))
+            self._arrivals.clear()
 
     def _judge_arrivals(self) -> None:
         while not self._closing:

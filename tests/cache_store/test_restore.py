@@ -133,6 +133,10 @@ def test_a_session_survives_its_engine_and_its_store(model: Path, blobs: RedisSe
     with running_engine(model, tmp_path / "first.log", store_url=blobs.url) as first:
         play(talk, first)
         settle(client)
+        # The last two states of the chain stay, those before them expire soon.
+        lives = sorted(client.pttl(key) for key in client.scan_iter(match="*:mamba:*"))
+        assert len(lives) > 2 and lives[-3] <= 60_000 < 80_000_000 < lives[-2]
+        assert series(first, "longhaul_store_states_total") == len(lives) - 2
         first.kill()
     assert pools(client) == {b"kv", b"mamba"}
     with running_engine(model, tmp_path / "second.log", store_url=blobs.url) as second:

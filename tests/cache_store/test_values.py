@@ -6,12 +6,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 import redis
 from prometheus_client import REGISTRY
 from redis_process import RedisProcess
 
+from bench.fault_proxy import Fault, FaultProxy
 from cache_store import format
 from cache_store.breaker import State
 from cache_store.format import CHUNK_BYTES, HEADER_BYTES, ValueId
@@ -496,3 +498,25 @@ def test_bookkeeping_is_one_round_trip_or_nothing(hasty: ValueStore, redis_proce
     assert hasty.integers([]) == []
     redis_process.kill()
     assert hasty.integers([(b"SCARD", b"s")]) is None
+
+
+def test_a_read_that_was_given_up_leaves_nothing_behind(redis_process: RedisProcess):
+    """By the time a slow server goes on sending, the engine has given the memory to others."""
+    sample = Sample(8, 300_000)
+    with (
+        FaultProxy(("127.0.0.1", redis_process.port)) as proxy,
+        closing(ValueStore(options(redis_process, url=proxy.url, timeout_s=0.5))) as slow,
+    ):
+        sample.put(slow)
+        threads = threading.active_count()
+        proxy.set(Fault(bytes_per_s=1_500_000))
+        targets = [bytearray(300_000) for _ in sample.values]
+        done = slow.fetch(sample.values, [[memoryview(t)] for t in targets], "kv", TTL_MS)
+        assert any(map(any, targets)) and not all(done), "nothing was under way when it was given up"
+        before = [bytes(target) for target in targets]
+        proxy.set(None)
+        time.sleep(0.5)
+        assert [bytes(target) for target in targets] == before
+        assert sample.fetch(slow) == [True] * 8
+        eventually(lambda: threading.active_count() <= threads)
+        eventually(lambda: redis_process.client().info("clients")["connected_clients"] <= 3)
