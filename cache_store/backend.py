@@ -367,7 +367,7 @@ class RedisStore(HiCacheStorage):
         if name == PoolName.KV and self._config.enable_storage_metrics:
             self._bandwidth.add("prefetch", values, done, time.perf_counter() - started)
         if name != PoolName.MAMBA:
-            self._keeper.used(self._pools[name], span, done)
+            self._keeper.read(self._pools[name], span, done)
         return done
 
     def _put(self, name: str, span: Span, pages: Sequence[Page]) -> list[bool]:
@@ -378,7 +378,7 @@ class RedisStore(HiCacheStorage):
         if name == PoolName.KV and self._config.enable_storage_metrics:
             self._bandwidth.add("backup", values, done, time.perf_counter() - started)
         if name != PoolName.MAMBA:
-            self._keeper.used(self._pools[name], span, done)
+            self._keeper.written(self._pools[name], span, done)
         elif all(done):
             self._keeper.arrived(self._pools[name], span)
         return done

@@ -21,7 +21,7 @@ from cache_store.retention import TTL_MS, Chain, Lifetimes, Recent, StatePolicy
 from cache_store.roots import RECORD_BYTES, UNKNOWN, Root, root_key
 from cache_store.shards import Shards
 
-_REMEMBERED = 65_536
+_REMEMBERED = 16_384
 _ROOT_FOUND_S = 30.0
 _ROOT_MISSING_S = 5.0
 _HELD_S = 2.0
@@ -35,13 +35,12 @@ _CUT_MAX = 16
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _Arrival:
-    """A state that was written and is to be judged with its chain, the one that is due first first."""
+class _Task:
+    """Work on a chain that no request waits for; `work` returns False when it is to be tried again."""
 
     due_at: float
     number: int
-    pool: StoredPool = field(compare=False)
-    span: Span = field(compare=False)
+    work: Callable[[], bool] = field(compare=False)
     tries: int = field(compare=False)
 
 
@@ -86,12 +85,12 @@ class Keeper:
         self._prolonged: Recent[tuple[str, str], int] = Recent(_REMEMBERED)
         self._judged: Recent[tuple[str, str], _Judged] = Recent(_REMEMBERED)
         self._held: Recent[str, tuple[int, float]] = Recent(_REMEMBERED)
-        self._arrivals: list[_Arrival] = []  # a heap
+        self._tasks: list[_Task] = []  # a heap
         self._numbers = itertools.count()
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._closing = False
-        self._thread = threading.Thread(target=self._judge_arrivals, name="longhaul-retention", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="longhaul-retention", daemon=True)
         self._thread.start()
 
     def register(self, pool: StoredPool, *, page_tokens: int | None = None) -> None:
@@ -103,8 +102,8 @@ class Keeper:
 
     @property
     def waiting(self) -> int:
-        """Number of states that are still to be judged."""
-        return len(self._arrivals)
+        """Number of chains that are still to be looked at."""
+        return len(self._tasks)
 
     def lives_ms(self, span: Span) -> list[int]:
         """What each page of a span that is used now has to live."""
@@ -132,8 +131,18 @@ class Keeper:
             metrics.REFUSED.labels(pool.name).inc(len(span.keys))
         return admitted
 
-    def used(self, pool: StoredPool, span: Span, done: Sequence[bool]) -> None:
-        """A span of pages was read or written: no page before it may expire sooner, and it is counted."""
+    def read(self, pool: StoredPool, span: Span, done: Sequence[bool]) -> None:
+        """A span of pages was read: soon the same is done as for one that was written."""
+        if span.prefix is not None and span.keys and all(done):
+
+            def work() -> bool:
+                self.written(pool, span, done)
+                return True
+
+            self._later(work, 0.0)
+
+    def written(self, pool: StoredPool, span: Span, done: Sequence[bool]) -> None:
+        """A span of pages was written: no page before it may expire sooner, and it is counted."""
         if span.prefix is None or not span.keys or not all(done):
             return
         date_ms = self._lifetimes(span).date_ms(self._now_ms())
@@ -156,42 +165,43 @@ class Keeper:
         if span.prefix is None or not span.keys:
             return
         self._account(pool, span)
-        self._wait(pool, span, 0)
-        self._wake.set()
+        self._later(lambda: self._judge(pool, span), _WAITS_S[0])
 
-    def judge(self) -> bool:
-        """Judge the state that is due first; False if none is."""
+    def work(self) -> bool:
+        """Do what is due first; False if nothing is."""
         with self._lock:
-            if not self._arrivals or self._arrivals[0].due_at > self._timer():
+            if not self._tasks or self._tasks[0].due_at > self._timer():
                 return False
-            arrival = heapq.heappop(self._arrivals)
-            metrics.UNJUDGED.dec()
-        if not self._judge(arrival.pool, arrival.span) and arrival.tries + 1 < len(_WAITS_S):
-            self._wait(arrival.pool, arrival.span, arrival.tries + 1)
+            task = heapq.heappop(self._tasks)
+            metrics.CHAINS.dec()
+        tries = task.tries + 1
+        if not task.work() and tries < len(_WAITS_S):
+            self._later(task.work, _WAITS_S[tries], tries)
         return True
 
-    def _wait(self, pool: StoredPool, span: Span, tries: int) -> None:
+    def _later(self, work: Callable[[], bool], wait_s: float, tries: int = 0) -> None:
         with self._lock:
-            if len(self._arrivals) < _WAITING_MAX:
-                due_at = self._timer() + _WAITS_S[tries]
-                heapq.heappush(self._arrivals, _Arrival(due_at, next(self._numbers), pool, span, tries))
-                metrics.UNJUDGED.inc()
+            if len(self._tasks) < _WAITING_MAX:
+                task = _Task(self._timer() + wait_s, next(self._numbers), work, tries)
+                heapq.heappush(self._tasks, task)
+                metrics.CHAINS.inc()
+        self._wake.set()
 
     def close(self) -> None:
-        """Stop. States that were not judged live longer."""
+        """Stop. What was not done means only that something lives longer."""
         self._closing = True
         self._wake.set()
         self._thread.join(self._options.timeout_s + 1.0)
         with self._lock:
-            metrics.UNJUDGED.dec(len(self._arrivals))
-            self._arrivals.clear()
+            metrics.CHAINS.dec(len(self._tasks))
+            self._tasks.clear()
 
-    def _judge_arrivals(self) -> None:
+    def _run(self) -> None:
         while not self._closing:
-            self._wake.wait(_TICK_S if self._arrivals else None)
+            self._wake.wait(_TICK_S if self._tasks else None)
             self._wake.clear()
             try:
-                while not self._closing and self.judge():
+                while not self._closing and self.work():
                     pass
             except Exception as error:  # this thread must outlive whatever happens in it
                 self._values.faults.count("internal", error, trace=True)

@@ -28,9 +28,9 @@ SECONDS = Histogram("longhaul_store_seconds", "Duration of calls to the store", 
 ERRORS = Counter("longhaul_store_errors", "Faults, each of them a miss and nothing more", ["kind"])
 REFUSED = Counter("longhaul_store_refused_pages", "Pages not stored: their tenant is at its limit", ["pool"])
 STATES = Counter("longhaul_store_states", "States superseded by newer ones, and found expired", ["outcome"])
-UNJUDGED = Gauge(
-    "longhaul_store_states_waiting",
-    "New states whose chains are still to be looked at",
+CHAINS = Gauge(
+    "longhaul_store_chains_waiting",
+    "Chains whose lives are still to be looked at",
     multiprocess_mode="livesum",
 )
 RETRIES = Counter("longhaul_store_retries", "Failed writes taken up again, by outcome", ["outcome"])

@@ -93,12 +93,12 @@ def test_a_real_server_is_left_with_those_states(tmp_path: Path):
                 keeper.arrived(states, tail)
                 new = Span(chain[stored:position], chain[:stored])
                 payloads = [[memoryview(bytes(16))]] * len(new.keys)
-                keeper.used(
+                keeper.written(
                     pages, new, values.put(pages.values(new.keys), payloads, "kv", keeper.lives_ms(new))
                 )
                 stored = position
                 now += 2
-                while keeper.judge():
+                while keeper.work():
                     pass
         client = redis.Redis.from_url(server.url)
         left = [client.pttl(key) for key in states.keys(chain)]

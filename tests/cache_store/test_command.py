@@ -34,7 +34,7 @@ def url(redis_process: RedisProcess) -> str:
     for name, count in (("a", 5), ("b", 3)):
         span = Span([f"{name}{i}" for i in range(count)], [])
         payloads = [[memoryview(bytes(100))]] * count
-        keeper.used(KV, span, values.put(KV.values(span.keys), payloads, "kv", keeper.lives_ms(span)))
+        keeper.written(KV, span, values.put(KV.values(span.keys), payloads, "kv", keeper.lives_ms(span)))
     state = Span(["a4"], ["a0", "a1", "a2", "a3"])
     values.put(STATES.values(state.keys), [[memoryview(bytes(STATES.length))]], "mamba", 50_000)
     keeper.arrived(STATES, state)

@@ -70,7 +70,7 @@ class Engine:
             "kv",
             self.keeper.lives_ms(span),
         )
-        self.keeper.used(KV, span, done)
+        self.keeper.written(KV, span, done)
 
     def turn(self, pages: Sequence[str], start: int) -> None:
         """One node of SGLang's tree: its state first, then its pages."""
@@ -80,7 +80,7 @@ class Engine:
 
     def settle(self) -> None:
         self.now += 1.5
-        while self.keeper.judge():
+        while self.keeper.work():
             pass
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ def test_a_dead_server_supersedes_nothing_and_ends_no_thread(engine: Engine, red
         engine.turn(pages[:end], end - 10)
     redis_process.kill()
     engine.keeper.arrived(STATES, Span([pages[29]], pages[:29]))
-    engine.keeper.used(KV, Span(pages[20:30], pages[:20]), [True] * 10)
+    engine.keeper.written(KV, Span(pages[20:30], pages[:20]), [True] * 10)
     assert engine.keeper.admits(KV, Span(pages[20:30], pages[:20]))
     for _ in range(3):
         engine.now += 30
@@ -252,6 +252,27 @@ def test_superseded_and_expired_states_are_counted(engine: Engine, redis_process
     engine.turn(pages[:50], 40)
     engine.turn(pages[:60], 50)
     assert (states("superseded"), states("expired")) == (before[0] + 4, before[1] + 1)
+
+
+def test_a_read_prolongs_what_is_before_it(redis_process: RedisProcess, engines: list[Engine]):
+    server, pages = redis_process.client(), chain(100)
+    engines += [Engine(redis_process), Engine(redis_process)]
+    engines[0].store_pages(pages, 0)
+    for key in KV.keys(pages):
+        server.pexpire(key, 5_000)
+    span = Span(pages[60:], pages[:60])
+    targets = [[memoryview(bytearray(100))] for _ in span.keys]
+    reader = engines[1]
+    done = reader.values.fetch(KV.values(span.keys), targets, "kv", reader.keeper.lives_ms(span))
+    reader.keeper.read(KV, span, done)
+    reader.settle()
+    assert all(server.pttl(key) > TTL_MS["24h"] - 60_000 for key in KV.keys(pages))
+    # A read that failed in part prolongs nothing.
+    for key in KV.keys(pages[:50]):
+        server.pexpire(key, 5_000)
+    engines.append(Engine(redis_process))
+    engines[2].keeper.read(KV, span, [True] * 39 + [False])
+    assert engines[2].keeper.waiting == 0
 
 
 @pytest.mark.parametrize("ttl", TTL_MS)
@@ -349,7 +370,7 @@ def test_a_shortened_state_counts_until_it_expires(engine: Engine, redis_process
 
 def test_what_sglang_does_not_say_is_not_guessed(engine: Engine, redis_process: RedisProcess):
     pages = chain(10)
-    engine.keeper.used(KV, Span(pages), [True] * 10)
+    engine.keeper.written(KV, Span(pages), [True] * 10)
     engine.keeper.arrived(STATES, Span([pages[-1]]))
     assert engine.keeper.admits(KV, Span(pages))
     assert set(engine.keeper.lives_ms(Span(pages))) == {engine.keeper.lives_ms(Span(pages))[0]}
