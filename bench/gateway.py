@@ -45,6 +45,7 @@ CHAT: Final = "/v1/chat/completions"
 LITELLM: Final = "litellm[proxy]==1.108.7"
 SMALL_TOKENS: Final = 2_000
 LARGE_TOKENS: Final = 142_000
+SMALL_TURNS: Final = 4
 TURNS: Final = 65
 REPEATS: Final = 15
 CONNECTIONS: Final = 16
@@ -137,9 +138,10 @@ class Bench:
                 held.enter_context(running(litellm))
             yield
 
-    async def first_byte(self, tokens: int) -> dict[str, float]:
+    async def first_byte(self, tokens: int, turns: int) -> dict[str, float]:
         """The time to the first byte for a session's next turn, in ms: the engine's own, and ours."""
-        messages = conversation(self.tokenizer, tokens, TURNS)
+        # An answer of the stub and the marks around it take some tokens, too.
+        messages = conversation(self.tokenizer, tokens - turns * (_STUB_TOKENS + 40), turns)
         gateway = await RawClient.connect(self.urls["longhaul"])
         engine = await RawClient.connect(self.urls["direct"])
         for place in range(1, len(messages), 2):
@@ -226,9 +228,9 @@ def measure(model: Path, scratch: Path, litellm: Path | None, seconds: float) ->
     bench = Bench(model, scratch, litellm)
     render_ms = bench.engine_render_ms(LARGE_TOKENS)
     with bench.servers():
-        small = asyncio.run(bench.first_byte(SMALL_TOKENS))
+        small = asyncio.run(bench.first_byte(SMALL_TOKENS, SMALL_TURNS))
         note(f"2k: {small}")
-        large = asyncio.run(bench.first_byte(LARGE_TOKENS))
+        large = asyncio.run(bench.first_byte(LARGE_TOKENS, TURNS))
         note(f"142k: {large}")
         requests: dict[str, float] = {}
         streams: dict[str, float] = {}
