@@ -5,15 +5,13 @@ connections, deadlines and breaker as the values themselves. A fault means only 
 or that a byte is counted late. What this process remembers saves round trips and nothing else depends on it.
 """
 
-import heapq
-import itertools
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cache_store import metrics
 from cache_store.accounting import Accounts
+from cache_store.backlog import Backlog
 from cache_store.chain import Span, StoredPool
 from cache_store.namespace import key_prefix
 from cache_store.options import StoreOptions
@@ -27,21 +25,9 @@ _ROOT_MISSING_S = 5.0
 _HELD_S = 2.0
 # A state is judged when its pages are there too: SGLang writes them after it.
 _WAITS_S = (1.0, 4.0, 16.0)
-_WAITING_MAX = 4096
-_TICK_S = 0.5
 _SUCCESSORS_TTL_MS = b"%d" % (2 * max(TTL_MS.values()))
 # States that were shortened are looked for until they are gone, so many of them for each chain.
 _CUT_MAX = 16
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Task:
-    """Work on a chain that no request waits for; `work` returns False when it is to be tried again."""
-
-    due_at: float
-    number: int
-    work: Callable[[], bool] = field(compare=False)
-    tries: int = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +71,7 @@ class Keeper:
         self._prolonged: Recent[tuple[str, str], int] = Recent(_REMEMBERED)
         self._judged: Recent[tuple[str, str], _Judged] = Recent(_REMEMBERED)
         self._held: Recent[str, tuple[int, float]] = Recent(_REMEMBERED)
-        self._tasks: list[_Task] = []  # a heap
-        self._numbers = itertools.count()
-        self._wake = threading.Event()
-        self._lock = threading.Lock()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="longhaul-retention", daemon=True)
-        self._thread.start()
+        self._backlog = Backlog(lambda error: values.faults.count("internal", error, trace=True), timer=timer)
 
     def register(self, pool: StoredPool, *, page_tokens: int | None = None) -> None:
         """Take one more pool; `page_tokens` with that of the pages that every chain is made of."""
@@ -103,7 +83,7 @@ class Keeper:
     @property
     def waiting(self) -> int:
         """Number of chains that are still to be looked at."""
-        return len(self._tasks)
+        return len(self._backlog)
 
     def lives_ms(self, span: Span) -> list[int]:
         """What each page of a span that is used now has to live."""
@@ -139,7 +119,7 @@ class Keeper:
                 self.written(pool, span, done)
                 return True
 
-            self._later(work, 0.0)
+            self._backlog.add(work, (0.0,))
 
     def written(self, pool: StoredPool, span: Span, done: Sequence[bool]) -> None:
         """A span of pages was written: no page before it may expire sooner, and it is counted."""
@@ -165,46 +145,15 @@ class Keeper:
         if span.prefix is None or not span.keys:
             return
         self._account(pool, span)
-        self._later(lambda: self._judge(pool, span), _WAITS_S[0])
+        self._backlog.add(lambda: self._judge(pool, span), _WAITS_S)
 
     def work(self) -> bool:
-        """Do what is due first; False if nothing is."""
-        with self._lock:
-            if not self._tasks or self._tasks[0].due_at > self._timer():
-                return False
-            task = heapq.heappop(self._tasks)
-            metrics.CHAINS.dec()
-        tries = task.tries + 1
-        if not task.work() and tries < len(_WAITS_S):
-            self._later(task.work, _WAITS_S[tries], tries)
-        return True
-
-    def _later(self, work: Callable[[], bool], wait_s: float, tries: int = 0) -> None:
-        with self._lock:
-            if len(self._tasks) < _WAITING_MAX:
-                task = _Task(self._timer() + wait_s, next(self._numbers), work, tries)
-                heapq.heappush(self._tasks, task)
-                metrics.CHAINS.inc()
-        self._wake.set()
+        """Look at the chain that is due first; False if none is."""
+        return self._backlog.work()
 
     def close(self) -> None:
         """Stop. What was not done means only that something lives longer."""
-        self._closing = True
-        self._wake.set()
-        self._thread.join(self._options.timeout_s + 1.0)
-        with self._lock:
-            metrics.CHAINS.dec(len(self._tasks))
-            self._tasks.clear()
-
-    def _run(self) -> None:
-        while not self._closing:
-            self._wake.wait(_TICK_S if self._tasks else None)
-            self._wake.clear()
-            try:
-                while not self._closing and self.work():
-                    pass
-            except Exception as error:  # this thread must outlive whatever happens in it
-                self._values.faults.count("internal", error, trace=True)
+        self._backlog.close(self._options.timeout_s + 1.0)
 
     def _judge(self, pool: StoredPool, span: Span) -> bool:
         """Shorten what the state at the end of `span` supersedes; False if its chain is not whole."""
