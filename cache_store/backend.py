@@ -362,12 +362,13 @@ class RedisStore(HiCacheStorage):
     def _fetch(self, name: str, span: Span, pages: Sequence[Page]) -> list[bool]:
         started = time.perf_counter()
         values = self._values_of(name, span, pages)
-        lives = self._keeper.lives_ms(span)
+        # Where the pages lie is known: they are prolonged later, when nobody waits.
+        lives = 0 if span.prefix is not None else self._keeper.lives_ms(span)
         done = self._values.fetch(values, [page.segments for page in pages], name, lives)
         if name == PoolName.KV and self._config.enable_storage_metrics:
             self._bandwidth.add("prefetch", values, done, time.perf_counter() - started)
-        if name != PoolName.MAMBA:
-            self._keeper.read(self._pools[name], span, done)
+        note = self._keeper.read_state if name == PoolName.MAMBA else self._keeper.read
+        note(self._pools[name], span, done)
         return done
 
     def _put(self, name: str, span: Span, pages: Sequence[Page]) -> list[bool]:

@@ -86,7 +86,7 @@ class Keeper:
         return len(self._backlog)
 
     def lives_ms(self, span: Span) -> list[int]:
-        """What each page of a span that is used now has to live."""
+        """What each page of a span that is written now has to live."""
         lifetimes, now_ms = self._lifetimes(span), self._now_ms()
         # Where a page lies is not known: the shortest that its class allows.
         positions = span.positions() or [1 << 30] * len(span.keys)
@@ -112,33 +112,42 @@ class Keeper:
         return admitted
 
     def read(self, pool: StoredPool, span: Span, done: Sequence[bool]) -> None:
-        """A span of pages was read: soon the same is done as for one that was written."""
+        """A span of pages was read: soon it and all before it live as if it had been written now."""
+        if span.prefix is not None and span.keys and all(done):
+            self._backlog.add(lambda: self._used(pool, span, len(span.prefix or ()) + len(span.keys)), (0.0,))
+
+    def read_state(self, pool: StoredPool, span: Span, done: Sequence[bool]) -> None:
+        """A state was read: soon it has its full life again."""
         if span.prefix is not None and span.keys and all(done):
 
             def work() -> bool:
-                self.written(pool, span, done)
+                self._values.prolong(pool.values(span.keys), self.lives_ms(span))
+                self._account(pool, span)
                 return True
 
             self._backlog.add(work, (0.0,))
 
     def written(self, pool: StoredPool, span: Span, done: Sequence[bool]) -> None:
         """A span of pages was written: no page before it may expire sooner, and it is counted."""
-        if span.prefix is None or not span.keys or not all(done):
-            return
-        date_ms = self._lifetimes(span).date_ms(self._now_ms())
-        last = (pool.name, span.keys[-1])
-        if (self._prolonged.get(last) or 0) >= date_ms:
-            return
+        if span.prefix is not None and span.keys and all(done):
+            self._used(pool, span, len(span.prefix))
+
+    def _used(self, pool: StoredPool, span: Span, older: int) -> bool:
+        """Prolong the first `older` pages of the span's chain that are not yet, and count them and the rest."""
         chain = span.chain
-        first = _after(
-            len(span.prefix),
-            lambda at: (self._prolonged.get((pool.name, chain[at - 1])) or 0) >= date_ms,
-        )
-        older = Span(chain[first : len(span.prefix)], chain[:first])
-        if older.keys and not self._values.prolong(pool.values(older.keys), self.lives_ms(older)):
-            return
-        self._prolonged.set(last, date_ms)
-        self._account(pool, Span(chain[first:], chain[:first]))
+        date_ms = self._lifetimes(span).date_ms(self._now_ms())
+
+        def is_prolonged(length: int) -> bool:
+            return (self._prolonged.get((pool.name, chain[length - 1])) or 0) >= date_ms
+
+        if is_prolonged(len(chain)):
+            return True
+        first = next((length for length in range(older, 0, -1) if is_prolonged(length)), 0)
+        before = Span(chain[first:older], chain[:first])
+        if not before.keys or self._values.prolong(pool.values(before.keys), self.lives_ms(before)):
+            self._prolonged.set((pool.name, chain[-1]), date_ms)
+            self._account(pool, Span(chain[first:], chain[:first]))
+        return True
 
     def arrived(self, pool: StoredPool, span: Span) -> None:
         """The state at the end of `span` was written: soon others of its chain may be superseded."""
@@ -268,8 +277,3 @@ class Keeper:
 
     def _now_ms(self) -> int:
         return int(self._clock() * 1000)
-
-
-def _after(length: int, holds: Callable[[int], bool]) -> int:
-    """The highest of 1 to `length` for which it holds; 0 if there is none."""
-    return next((at for at in range(length, 0, -1) if holds(at)), 0)

@@ -41,8 +41,8 @@ def read(
 ) -> None:
     """Read each payload into its target and set `done` where every byte was checked.
 
-    What was read lives for another `life_ms` at least; what is damaged is removed, so that the next lookup
-    does not promise it again.
+    What was read lives for another `life_ms` at least (0: as long as it would have); what is damaged is
+    removed, so that the next lookup does not promise it again.
     """
     remains: list[bytes] = []
     whole = [i for i, value in enumerate(values) if value.is_whole]
@@ -58,7 +58,7 @@ def read(
             report("damaged", values[i].key)
     chunks = _read_chunked(connection, values, targets, done, remains, report)
     lives = life.each(life_ms, len(values))
-    read = [i for i, ok in enumerate(done) if ok]
+    read = [i for i, ok in enumerate(done) if ok and lives[i]]
     life.prolong(connection, [values[i] for i in read], [lives[i] for i in read], chunks)
     connection.unlink(remains)
 

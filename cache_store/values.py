@@ -79,7 +79,8 @@ class ValueStore:
         """Read each value's payload into its target, the views of which together have its length.
 
         True for each payload that is now in its target, checked to the last byte. Of a target whose value
-        is False the content is undefined. What was read lives for another `life_ms` at least.
+        is False the content is undefined. What was read lives for another `life_ms` at least
+        (0: as long as it would have).
         """
         done = [False] * len(values)
         self._call("read", lambda c: transfer.read(c, values, targets, done, life_ms, self.faults.count))

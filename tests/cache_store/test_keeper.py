@@ -376,3 +376,20 @@ def test_what_sglang_does_not_say_is_not_guessed(engine: Engine, redis_process: 
     assert set(engine.keeper.lives_ms(Span(pages))) == {engine.keeper.lives_ms(Span(pages))[0]}
     assert engine.keeper.waiting == 0
     assert redis_process.client().dbsize() == 0
+
+
+def test_a_superseded_state_that_is_read_has_its_life_again(engine: Engine, redis_process: RedisProcess):
+    server, pages = redis_process.client(), chain(40)
+    for end in (10, 20, 30):
+        engine.turn(pages[:end], end - 10)
+    span = Span([pages[9]], pages[:9])
+    target = [[memoryview(bytearray(STATES.length))]]
+    assert engine.values.fetch(STATES.values(span.keys), target, "mamba", 0) == [True]
+    assert staying(server, pages) == [20, 30], "a life of 0 prolongs nothing"
+    engine.keeper.read_state(STATES, span, [True])
+    engine.settle()
+    assert staying(server, pages) == [10, 20, 30]
+    (index,) = server.keys("*:held:mamba.*")
+    assert (
+        min(score for _, score in server.zrange(index, 0, -1, withscores=True)) / 1000 > engine.now + 80_000
+    )
