@@ -133,7 +133,7 @@ class Keeper:
             self._used(pool, span, len(span.prefix))
 
     def _used(self, pool: StoredPool, span: Span, older: int) -> bool:
-        """Prolong the first `older` pages of the span's chain that are not yet, and count them and the rest."""
+        """Prolong the first `older` pages of the chain that are not yet, and count them and the rest."""
         chain = span.chain
         date_ms = self._lifetimes(span).date_ms(self._now_ms())
 

@@ -1,10 +1,12 @@
 """Lives, superseded states and accounts, on a real server."""
 
 import hashlib
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import redis
@@ -393,3 +395,26 @@ def test_a_superseded_state_that_is_read_has_its_life_again(engine: Engine, redi
     assert (
         min(score for _, score in server.zrange(index, 0, -1, withscores=True)) / 1000 > engine.now + 80_000
     )
+
+
+def test_the_documented_commands_are_enough(redis_process: RedisProcess, engines: list[Engine]):
+    readme = (Path(__file__).parents[2] / "cache_store" / "README.md").read_text()
+    rule = re.search(r"^    (user engine .*)$", readme, re.MULTILINE)
+    assert rule is not None, "cache_store/README.md has no ACL rule"
+    words = rule[1].replace("PASSWORD", "pw").split()[1:]
+    redis_process.client().execute_command("ACL", "SETUSER", *words)
+    server, pages = redis_process.client(), chain(40)
+    server.set(root_key(pages[0]), Root("acme", None, 10**12).encode())
+    denied = counted("longhaul_store_errors_total", kind="noperm")
+    engine = Engine(redis_process, url=f"unix://engine:pw@{redis_process.path}")
+    engines.append(engine)
+    for end in (10, 20, 30, 40):
+        assert engine.keeper.admits(KV, Span(pages[end - 10 : end], pages[: end - 10]))
+        engine.turn(pages[:end], end - 10)
+    assert staying(server, pages) == [30, 40]
+    target = [[memoryview(bytearray(100))] for _ in pages]
+    assert all(engine.values.fetch(KV.values(pages), target, "kv", 10**9))
+    server.setrange(KV.keys(pages)[0], 0, "spoilt")
+    assert not all(engine.values.fetch(KV.values(pages), target, "kv", 10**9))
+    assert counted("longhaul_store_errors_total", kind="noperm") == denied
+    assert len(server.keys("*:held:*:acme")) == 2

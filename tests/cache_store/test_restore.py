@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from bench.engines import Answer, Engine, running_engine
+from cache_store.roots import Root, root_key, root_page
 from cache_store.servers import RedisServer, Role
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
@@ -102,7 +103,7 @@ def restore(talk: Conversation, engine: Engine) -> None:
 
 
 def pools(client: redis.Redis) -> set[bytes]:
-    found = {key.split(b":")[2] for key in client.scan_iter()}
+    found = {key.split(b":")[2] for key in client.scan_iter() if not key.startswith(b"lh1:root:")}
     assert found >= {b"held", b"next"}, "SGLang does not say which pages come before others"
     return found - {b"held", b"next"}
 
@@ -130,12 +131,18 @@ def test_a_session_with_a_draft_survives_its_engine(model: Path, blobs: RedisSer
 
 def test_a_session_survives_its_engine_and_its_store(model: Path, blobs: RedisServer, tmp_path: Path):
     client, talk = redis.Redis(unix_socket_path=str(blobs.socket)), Conversation(model)
+    # As the gateway does before a request.
+    talk.add(500)
+    page = root_page(talk.ids, None, PAGE)
+    assert page is not None
+    client.set(root_key(page), Root("acme", "1h").encode())
     with running_engine(model, tmp_path / "first.log", store_url=blobs.url) as first:
         play(talk, first)
         settle(client)
         # The last two states of the chain stay, those before them expire soon.
         lives = sorted(client.pttl(key) for key in client.scan_iter(match="*:mamba:*"))
-        assert len(lives) > 2 and lives[-3] <= 60_000 < 80_000_000 < lives[-2]
+        assert len(lives) > 2 and lives[-3] <= 60_000 < 3_500_000 < lives[-2] <= lives[-1] < 5_000_000
+        assert len(list(client.scan_iter(match="*:held:*:acme"))) == 2
         assert series(first, "longhaul_store_states_total") == len(lives) - 2
         first.kill()
     assert pools(client) == {b"kv", b"mamba"}
