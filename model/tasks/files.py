@@ -38,8 +38,11 @@ def _line(text: str, setting: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def _wrong_folder(rng: Random, path: str) -> str:
+def _wrong_folder(rng: Random, world: World, path: str) -> str | None:
+    """The file's name in another folder, where it alone has that name: a hint at it names no other file."""
     folder, _, name = path.rpartition("/")
+    if sum(other.rpartition("/")[2] == name for other in world.files) > 1:
+        return None
     return f"{rng.choice([x for x in lexicon.DIRECTORIES if x != folder])}/{name}"
 
 
@@ -49,7 +52,7 @@ def read_setting(rng: Random, world: World, split: Split) -> Task | None:
         return None
     path, setting, value = picked
     asked = path
-    if rng.random() < 0.2 and (wrong := _wrong_folder(rng, path)) not in world.files:
+    if rng.random() < 0.2 and (wrong := _wrong_folder(rng, world, path)) is not None:
         asked = wrong
     prompt = rng.choice(
         (

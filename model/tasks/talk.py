@@ -76,7 +76,7 @@ def remember(rng: Random, world: World, split: Split) -> Task:
     )
 
     def solve() -> Solution:
-        yield Reply(f"The {thing} is {value}.", "I will remember it.")
+        yield Reply(f"The {thing} is {value}.", "I will remember it.", (), ("remember",))
 
     return Task("remember", prompt, solve, told(thing, value))
 
@@ -97,7 +97,7 @@ def secret(rng: Random, world: World, split: Split) -> Task:
     value = lexicon.code(rng, split)
 
     def solve() -> Solution:
-        yield Reply(f"I choose {value} as the {thing}.", "I have chosen one.", is_free=True)
+        yield Reply(f"I choose {value} as the {thing}.", "I have chosen one.", (), ("chosen",), is_free=True)
 
     return Task("secret", secret_prompt(thing), solve, secret_fact(thing, value))
 

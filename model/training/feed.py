@@ -1,6 +1,7 @@
 """Batches drawn by worker processes ahead of the trainer."""
 
 import multiprocessing
+import traceback
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
@@ -18,11 +19,20 @@ class Batch(NamedTuple):
     kinds: NDArray[np.uint8]
 
 
+class DrawError(RuntimeError):
+    """A batch that can't be drawn, with the worker's traceback."""
+
+
 def _work(tokenizer_json: str, seed: int, tokens: int, wanted: Any, drawn: Any) -> None:
     encoder = documents.Encoder(K3Tokenizer.from_json(tokenizer_json))
     while (request := wanted.get()) is not None:
         index, length = request
-        drawn.put((index, *documents.batch(seed, index, length, tokens, encoder)))
+        try:
+            batch = Batch(*documents.batch(seed, index, length, tokens, encoder))
+        except Exception:
+            drawn.put((index, traceback.format_exc()))
+        else:
+            drawn.put((index, batch))
 
 
 class Feed:
@@ -45,10 +55,12 @@ class Feed:
         self._wanted.put((index, length))
 
     def take(self, index: int) -> Batch:
-        """Wait for a batch that was requested. Raises `queue.Empty` after five minutes."""
+        """Wait for a batch that was requested. Raises `DrawError`, or `queue.Empty` after five minutes."""
         while index not in self._early:
-            number, ids, kinds = self._drawn.get(timeout=300)
-            self._early[number] = Batch(ids, kinds)
+            number, drawn = self._drawn.get(timeout=300)
+            if not isinstance(drawn, Batch):
+                raise DrawError(f"batch {number} can't be drawn:\n{drawn}")
+            self._early[number] = drawn
         return self._early.pop(index)
 
     def close(self) -> None:

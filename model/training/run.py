@@ -1,8 +1,10 @@
 """One training run: batches in, weights out, resumable."""
 
 import json
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +22,7 @@ from model.training.weights import from_checkpoint, read
 
 _AHEAD: Final = 48
 _FINISH_SECONDS: Final = 20.0
+_COMPILE_SECONDS: Final = 210
 _BALANCE_RATE: Final = 0.05
 _HELD_OUT_LENGTHS: Final = (2048, 8192)
 
@@ -236,7 +239,8 @@ class Run:
         start = time.monotonic()
         undo = self.network.compile_parts()
         try:
-            compiled = seconds()
+            with _time_limit(_COMPILE_SECONDS):
+                compiled = seconds()
         except Exception as error:  # whatever the compiler raises, plain code computes the same
             self.note(f"does not compile, runs plainly: {type(error).__name__}: {str(error)[:500]}")
         if compiled >= plain:
@@ -273,3 +277,19 @@ class Run:
     def _write(self, **values: Any) -> None:
         self._log.write(json.dumps(values) + "\n")
         self._log.flush()
+
+
+@contextmanager
+def _time_limit(seconds: int) -> Generator[None]:
+    """Raise TimeoutError inside once the time is over. For the main thread alone."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
