@@ -1,10 +1,12 @@
 """Lives, superseded states and accounts, on a real server."""
 
 import hashlib
+import random
 import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -418,3 +420,58 @@ def test_the_documented_commands_are_enough(redis_process: RedisProcess, engines
     assert not all(engine.values.fetch(KV.values(pages), target, "kv", 10**9))
     assert counted("longhaul_store_errors_total", kind="noperm") == denied
     assert len(server.keys("*:held:*:acme")) == 2
+
+
+@dataclass
+class Branch:
+    """A chain that grows: its pages, and the positions of the states that were stored on it."""
+
+    pages: list[str]
+    states: list[int]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sessions_that_branch_and_move_between_engines_keep_what_they_need(
+    redis_process: RedisProcess, engines: list[Engine], seed: int
+):
+    rng, server = random.Random(seed), redis_process.client()
+    engines += [Engine(redis_process, state_keep_every=40 * PAGE_TOKENS) for _ in range(3)]
+    branches = [Branch([], [])]
+    shared: list[tuple[Branch, Branch, int]] = []
+
+    def grow(branch: Branch, name: str) -> None:
+        engine, start = rng.choice(engines), len(branch.pages)
+        state = branch.pages[-1] if branch.pages else ""
+        for at in range(rng.randint(1, 12)):
+            state = hashlib.sha256(f"{state}{name}{at}".encode()).hexdigest()
+            branch.pages.append(state)
+        engine.turn(branch.pages, start)
+        branch.states.append(len(branch.pages))
+
+    for step in range(60):
+        branch = rng.choice(branches)
+        alive = [at for at in branch.states if server.exists(STATES.keys([branch.pages[at - 1]])[0])]
+        if len(alive) > 1 and rng.random() < 0.15:
+            # Another goes on from one of its states, and may share pages with it beyond that.
+            state = rng.choice(alive[:-1])
+            leaves_at = rng.randint(state, next(at for at in branch.states if at > state) - 1)
+            read = Span([branch.pages[state - 1]], branch.pages[: state - 1])
+            rng.choice(engines).keeper.read_state(STATES, read, [True])
+            other = Branch(branch.pages[:leaves_at], [at for at in branch.states if at <= state])
+            branches.append(other)
+            shared.append((branch, other, state))
+            branch = other
+        for engine in engines:
+            engine.settle()
+        grow(branch, f"{seed} {step}")
+    for branch in branches:
+        if len(branch.states) > 1:
+            assert set(branch.states[-2:]) <= set(staying(server, branch.pages))
+        stay = [0, *staying(server, branch.pages)]
+        # At no page more is to be computed again than a turn beyond what an operator asked for.
+        assert all(b - a <= 40 + 2 * 12 for a, b in pairwise(stay))
+    assert shared
+    for one, other, state in shared:
+        assert state in staying(server, one.pages) and state in staying(server, other.pages)
+    total = sum(len(set(branch.states)) for branch in branches)
+    assert sum(server.pttl(key) > SUPERSEDED_S * 1000 for key in server.keys("*:mamba:*:t0.2")) < total / 2
