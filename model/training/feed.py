@@ -19,20 +19,26 @@ class Batch(NamedTuple):
     kinds: NDArray[np.uint8]
 
 
+# Added to the seed for a batch whose drawing failed: a rare fault of a task ends no run of many minutes.
+_REDRAW = 1_000_003
+
+
 class DrawError(RuntimeError):
-    """A batch that can't be drawn, with the worker's traceback."""
+    """A batch that can't be drawn."""
 
 
 def _work(tokenizer_json: str, seed: int, tokens: int, wanted: Any, drawn: Any) -> None:
     encoder = documents.Encoder(K3Tokenizer.from_json(tokenizer_json))
     while (request := wanted.get()) is not None:
         index, length = request
-        try:
-            batch = Batch(*documents.batch(seed, index, length, tokens, encoder))
-        except Exception:
-            drawn.put((index, traceback.format_exc()))
+        for attempt in (seed, seed + _REDRAW):
+            try:
+                drawn.put((index, Batch(*documents.batch(attempt, index, length, tokens, encoder))))
+                break
+            except Exception:
+                traceback.print_exc()
         else:
-            drawn.put((index, batch))
+            drawn.put((index, None))
 
 
 class Feed:
@@ -58,8 +64,8 @@ class Feed:
         """Wait for a batch that was requested. Raises `DrawError`, or `queue.Empty` after five minutes."""
         while index not in self._early:
             number, drawn = self._drawn.get(timeout=300)
-            if not isinstance(drawn, Batch):
-                raise DrawError(f"batch {number} can't be drawn:\n{drawn}")
+            if drawn is None:
+                raise DrawError(f"batch {number} can't be drawn; a worker's traceback is on stderr")
             self._early[number] = drawn
         return self._early.pop(index)
 
