@@ -42,6 +42,7 @@ from cache_store.retention import TtlClass
 from cache_store.turn import KEY_BYTES, NO_PARENT, Turn, encode_turn
 
 VERSIONS_KEPT: Final = 64
+DEFAULT_TTL_S: Final = 7 * 86_400
 SESSION_TURNS_READ: Final = 1024
 _ERASED_AT_ONCE: Final = 256
 _READ_LISTS: Final = """
@@ -97,7 +98,7 @@ class Ledger:
         self,
         url: str,
         *,
-        ttl_s: int = 7 * 86_400,
+        ttl_s: int = DEFAULT_TTL_S,
         class_ttl_s: Mapping[TtlClass, int] | None = None,
         deadline_s: float = 0.5,
         write_deadline_s: float = 2.0,

@@ -10,13 +10,16 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Final, cast, get_args
 
 import httpx
 import uvicorn
 
-from cache_store.ledger import Ledger
+from cache_store.ledger import DEFAULT_TTL_S, Ledger
+from cache_store.retention import TtlClass
 from cache_store.roots import RootRegistry
 from model.state import state_directory
 from model.tokenizer import K3Tokenizer, TokenizerError
@@ -38,6 +41,7 @@ log = logging.getLogger(__name__)
 
 _GC_THRESHOLDS = (20_000, 20, 100)
 LOG_LEVELS = ("debug", "info", "warning", "error")
+_UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 EXAMPLES = """\
   longhaul gateway
   longhaul gateway --engine http://engine:30000 --ledger redis://ledger:6379/0 --model /models/kimi-k3
@@ -69,6 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tenants", type=Path, metavar="FILE", help="API keys, TOML; without it no key is asked"
     )
     parser.add_argument(
+        "--turn-ttl",
+        type=turn_ttl,
+        action="append",
+        default=[],
+        metavar="[CLASS=]TIME",
+        help="how long a turn lives after its last use, such as 30d; with CLASS (5m, 1h, 24h) turns whose "
+        "client asked for that (7d)",
+    )
+    parser.add_argument(
         "--drop-tails",
         action="store_true",
         help="leave tool_choice and response_format texts of earlier turns out of later prompts",
@@ -89,6 +102,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="(%(default)s)")
 
 
+def turn_ttl(text: str) -> tuple[TtlClass | None, int]:
+    """A class, or None for all, and its time to live in seconds, from `[CLASS=]TIME`."""
+    before, equals, after = text.partition("=")
+    name, time = (before, after) if equals else (None, before)
+    unit = _UNITS_S.get(time[-1:])
+    number = time[:-1]
+    if unit is None or not (number.isascii() and number.isdecimal()) or int(number) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a time is a whole number and s, m, h or d, such as 7d")
+    if name is not None and name not in get_args(TtlClass):
+        raise argparse.ArgumentTypeError(f"{text!r}: a class is one of {', '.join(get_args(TtlClass))}")
+    return cast("TtlClass | None", name), int(number) * unit
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped; exit status 2 when the gateway can't be set up."""
     _set_up_logging(args.log_level)
@@ -98,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
             engine_url=args.engine,
             ledger_url=args.ledger,
             store_url=args.store,
+            turn_ttl_s=dict(args.turn_ttl),
             model=model,
             tenants=Tenants.load(args.tenants),
             keep_tails=not args.drop_tails,
@@ -117,6 +144,7 @@ def build_service(
     engine_url: str,
     ledger_url: str,
     store_url: str | None = None,
+    turn_ttl_s: Mapping[TtlClass | None, int] | None = None,
     model: Path,
     tenants: Tenants,
     keep_tails: bool = True,
@@ -128,7 +156,8 @@ def build_service(
     """Put a gateway together; nothing is connected yet.
 
     Raises TokenizerError, or ValueError for an address that is none. `LONGHAUL_ENGINE_API_KEY` in the
-    environment is SGLang's `--api-key`.
+    environment is SGLang's `--api-key`. `turn_ttl_s`: how long turns of a class live, None for those of no
+    class and of every other.
     """
     if httpx.URL(engine_url).scheme not in ("http", "https"):
         raise ValueError(f"--engine {engine_url}: must be an http:// or https:// URL")
@@ -139,7 +168,12 @@ def build_service(
         vocabulary=tokenizer.vocab_size,
         api_key=os.environ.get("LONGHAUL_ENGINE_API_KEY"),
     )
-    ledger = Ledger(ledger_url)
+    ttl_s = dict(turn_ttl_s or {})
+    ledger = Ledger(
+        ledger_url,
+        ttl_s=ttl_s.get(None, DEFAULT_TTL_S),
+        class_ttl_s={name: ttl_s[name] for name in get_args(TtlClass) if name in ttl_s},
+    )
     turns = Turns(ledger, tokenizer, keep_tails=keep_tails)
     return Service(
         engine=engine,

@@ -9,7 +9,7 @@ A tenants file is TOML:
     requests_per_minute = 600
     tokens_per_minute = 2_000_000        # computed ones: of prompts beyond the cache, and of answers
     max_turn_bytes = 10_000_000_000      # of turns in the ledger
-    max_cache_bytes = 2_000_000_000_000  # of pages and states in the store, which drops the least used first
+    max_cache_bytes = 2_000_000_000_000  # of pages and states in the store, which then takes no more
 
 A key is hashed with `printf %s KEY | sha256sum`. Keys are long random strings, so a fast hash is enough.
 """

@@ -1,3 +1,4 @@
+import argparse
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cache_store.servers import RedisServer
+from service.gateway import turn_ttl
 from service.tenants import Tenant, Tenants
 
 USER: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -351,6 +353,20 @@ def test_bad_options_are_refused(
     )
     assert main(["gateway", "--model", str(tokenizer_directory), "--ledger", "nonsense"]) == 2
     assert main(["gateway", "--model", str(tokenizer_directory), "--engine", "ftp://x"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [("7d", (None, 604_800)), ("1h=90m", ("1h", 5400)), ("24h=1s", ("24h", 1)), ("5m=2h", ("5m", 7200))],
+)
+def test_times_to_live_are_read(text: str, read: tuple[str | None, int]):
+    assert turn_ttl(text) == read
+
+
+@pytest.mark.parametrize("text", ["", "d", "0d", "-1d", "1", "1.5h", "7 d", "2h=1d", "=1d", "1h=", "\u0661d"])
+def test_times_that_are_none_are_refused(text: str):
+    with pytest.raises(argparse.ArgumentTypeError):
+        turn_ttl(text)
 
 
 def _free_port() -> int:
