@@ -331,7 +331,7 @@ async def _soak(stack: Stack, minutes: float, streams: int) -> tuple[Played, lis
 
 def soak(scratch: Path, minutes: float, streams: int) -> dict[str, Any]:
     """Hold so many streams for so many minutes, and report."""
-    with stack(scratch, delay_ms=20.0) as processes:
+    with stack(scratch, delay_ms=200.0) as processes:
         played, memory = asyncio.run(_soak(processes, minutes, streams))
         missing = unrecorded(scratch / "gateway.log")
         verdict = asyncio.run(judge(processes.ledger.url, played.ended, missing))

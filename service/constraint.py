@@ -25,6 +25,9 @@ from service.channels import Channel
 from service.conversation import Conversation
 from service.errors import InvalidRequest
 
+_NO_SCHEMA: Final = (TypeError, AttributeError, KeyError, ValueError, RecursionError)
+"""What comes of reading as a JSON schema what is none: whoever reads one trusts its keywords."""
+
 MAX_THINKING_TOKENS: Final = 8192
 """Most tokens that a constrained turn thinks."""
 
@@ -120,6 +123,22 @@ def _calls(tools: Sequence[Mapping[str, Any]], single_call: bool) -> Format:
         return tool_calls_format(tools, not single_call)
     except StructureError as error:
         raise InvalidRequest(str(error), param="tools", code="invalid_schema") from None
+    except _NO_SCHEMA:
+        names = [tool["function"]["name"] for tool in tools if not _has_structure(tool)]
+        raise InvalidRequest(
+            f"tools: the parameters of {', '.join(names)[:200]} are no JSON schema: a keyword has a value of "
+            "the wrong type.",
+            param="tools",
+            code="invalid_schema",
+        ) from None
+
+
+def _has_structure(tool: Mapping[str, Any]) -> bool:
+    try:
+        tool_calls_format([tool])
+    except _NO_SCHEMA:
+        return False
+    return True
 
 
 def _thinking(tokenizer: K3Tokenizer, budget_tokens: int | None) -> list[Format]:

@@ -13,6 +13,7 @@ from service import constraint
 from service.channels import Channel, ChannelParser
 from service.constraint import MAX_THINKING_TOKENS, output_constraint, thinking_budget
 from service.conversation import Completion, Conversation
+from service.errors import InvalidRequest
 
 torch = pytest.importorskip("torch")
 xgrammar = pytest.importorskip("xgrammar")
@@ -252,3 +253,32 @@ def test_strict_tools_leave_length_to_the_model(compiler: Any, tokenizer: K3Toke
 def test_strict_tools_that_are_not_to_be_called_bind_nothing(tokenizer: K3Tokenizer):
     asked = conversation(tools=STRICT, tool_choice="none")
     assert output_constraint(asked, "think", tokenizer, max_tokens=64, single_call=False) == {}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"type": 3},
+        {"enum": 7},
+        {"type": [["string"]]},
+        {"required": 1},
+        {"required": [{}]},
+        {"required": ["q"], "properties": {"a": {}}},
+        {"$ref": "#/nowhere"},
+    ],
+)
+def test_what_is_no_schema_is_the_clients_fault(tokenizer: K3Tokenizer, rules: dict[str, Any]):
+    inner = {"type": "object", "properties": {"a": rules}, "required": ["a"]}
+    for parameters in ({"type": "object", **rules}, inner):
+        tool = {"type": "function", "function": {"name": "bad", "strict": True, "parameters": parameters}}
+        try:
+            output_constraint(
+                conversation(tools=(STRICT[0], tool)), "think", tokenizer, max_tokens=9, single_call=False
+            )
+        except InvalidRequest as error:
+            assert error.param == "tools"
+            assert error.code == "invalid_schema"
+            assert "tools" in error.message
+            break
+    else:
+        pytest.fail("a schema was made of it")
