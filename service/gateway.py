@@ -169,11 +169,8 @@ def build_service(
         api_key=os.environ.get("LONGHAUL_ENGINE_API_KEY"),
     )
     ttl_s = dict(turn_ttl_s or {})
-    ledger = Ledger(
-        ledger_url,
-        ttl_s=ttl_s.get(None, DEFAULT_TTL_S),
-        class_ttl_s={name: ttl_s[name] for name in get_args(TtlClass) if name in ttl_s},
-    )
+    class_ttl_s: dict[TtlClass, int] = {name: ttl for name, ttl in ttl_s.items() if name is not None}
+    ledger = Ledger(ledger_url, ttl_s=ttl_s.get(None, DEFAULT_TTL_S), class_ttl_s=class_ttl_s)
     turns = Turns(ledger, tokenizer, keep_tails=keep_tails)
     return Service(
         engine=engine,
