@@ -19,6 +19,7 @@ from service.chat import chat_completions
 from service.chat_answer import error_body
 from service.errors import MethodNotAllowed, NotFound, ServiceError
 from service.messages import count_tokens, messages
+from service.openapi import openapi
 from service.responses import (
     cancel_response,
     create_response,
@@ -48,6 +49,7 @@ ROUTES = (
     Route("/health", health.health),
     Route("/ready", health.ready),
     Route("/metrics", health.metrics),
+    Route("/openapi.json", openapi),
 )
 
 
