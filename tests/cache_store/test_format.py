@@ -166,7 +166,7 @@ def vectors() -> dict[str, list[str]]:
     """The fields of the test vectors in the specification."""
     text = (Path(format.__file__).parent / "README.md").read_text().split("### Test vectors")[1]
     found: dict[str, list[str]] = {}
-    for line in text.split("## Faults")[0].splitlines():
+    for line in text.split("\n## ")[0].splitlines():
         if line.startswith("    "):
             name, value = line.split()
             found.setdefault(name, []).append(value)
