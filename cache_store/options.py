@@ -1,5 +1,6 @@
 """The store's settings, from SGLang's ``--hicache-storage-backend-extra-config``."""
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from cache_store.retention import TtlClass
 from cache_store.stream import Endpoint
 
 URL_VARIABLE = "LONGHAUL_STORE_URL"
+OPTIONS_VARIABLE = "LONGHAUL_STORE_OPTIONS"
 # What SGLang itself reads from the same object.
 _FOREIGN = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size"})
 
@@ -21,6 +23,17 @@ _Count = Annotated[int, Field(ge=1)]
 def _split(url: str) -> list[str]:
     """The URLs of a list. A comma in a password is written %2C."""
     return [one.strip() for one in url.split(",")]
+
+
+def _of_environment() -> dict[str, Any]:
+    text = os.environ.get(OPTIONS_VARIABLE, "")
+    try:
+        options = json.loads(text) if text else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{OPTIONS_VARIABLE} is not JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise ValueError(f'{OPTIONS_VARIABLE} is not an object: write {{"ttl": "1h"}}')
+    return cast(dict[str, Any], options)
 
 
 class StoreOptions(BaseModel):
@@ -87,12 +100,12 @@ class StoreOptions(BaseModel):
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> "StoreOptions":
-        """Read the extra config.
+        """Read the extra config, and the variable LONGHAUL_STORE_OPTIONS for what it leaves out.
 
         Raises:
             ValueError: a setting is unknown or has an impossible value, or there is no URL.
         """
-        given = {name: value for name, value in extra.items() if name not in _FOREIGN}
+        given = _of_environment() | {name: value for name, value in extra.items() if name not in _FOREIGN}
         given.setdefault("url", os.environ.get(URL_VARIABLE, ""))
         if not given["url"]:
             raise ValueError(f'no store URL: give "url" in the extra config or set {URL_VARIABLE}')
@@ -103,4 +116,4 @@ class StoreOptions(BaseModel):
                 f"{'.'.join(map(str, item['loc']))}: {item['msg']}"
                 for item in error.errors(include_url=False)
             )
-            raise ValueError(f"store options in the extra config: {found}") from None
+            raise ValueError(f"store options in the extra config or {OPTIONS_VARIABLE}: {found}") from None

@@ -60,3 +60,13 @@ def test_an_impossible_setting_is_named_and_no_password_shown(extra: dict[str, A
         StoreOptions.parse({"url": URL, **extra})
     assert "hunter2" not in str(error.value)
     assert "hunter2" not in repr(StoreOptions.parse({"url": URL}))
+
+
+def test_the_environment_gives_what_the_extra_config_leaves_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LONGHAUL_STORE_OPTIONS", '{"ttl": "1h", "state_dtype": "bfloat16"}')
+    options = StoreOptions.parse({"url": URL, "ttl": "5m"})
+    assert (options.ttl, options.state_dtype) == ("5m", "bfloat16")
+    for broken in ("{", "[]", '{"bogus": 1}'):
+        monkeypatch.setenv("LONGHAUL_STORE_OPTIONS", broken)
+        with pytest.raises(ValueError, match="LONGHAUL_STORE_OPTIONS"):
+            StoreOptions.parse({"url": URL})
