@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import anthropic
 import httpx
 import pytest
 import pytest_asyncio
@@ -336,3 +337,134 @@ async def test_logprobs(gateway: Gateway):
         assert token["logprob"] == pytest.approx(
             max(top["logprob"] for top in token["top_logprobs"]), abs=1e-3
         )
+
+
+async def test_messages_with_the_real_client(gateway: Gateway):
+    """A tool loop over Messages: forced calls, signatures, true counts, each turn upon the last one."""
+    client = anthropic.AsyncAnthropic(base_url=str(gateway.http.base_url), api_key="one", max_retries=0)
+    tools: Any = [
+        {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS
+    ]
+    long = "Read this: " + "the cat sat on the mat. " * 20
+    messages: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": long, "cache_control": {"type": "ephemeral"}}]}
+    ]
+    previous = 0
+    async with client:
+        for step in range(3):
+            body: Any = {
+                "model": "kimi-k3",
+                "max_tokens": 400,
+                "system": [{"type": "text", "text": f"x-anthropic-billing-header: cch={step};"}],
+                "messages": messages,
+                "tools": tools,
+                "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+                "thinking": {"type": "enabled", "budget_tokens": 1024},
+                "extra_body": {"temperature": 0},
+            }
+            counted = await client.messages.count_tokens(
+                **{name: body[name] for name in body.keys() - {"max_tokens"}}
+            )
+            starts: list[Any] = []
+            async with client.messages.stream(**body) as stream:
+                async for event in stream:
+                    if event.type == "message_start":
+                        # The stream's own copy is brought up to date with what follows.
+                        starts.append(event.message.usage.model_copy())
+                message = await stream.get_final_message()
+            assert message.stop_reason == "tool_use"
+            thinking, call = message.content
+            assert thinking.type == "thinking"
+            assert thinking.signature
+            assert call.type == "tool_use"
+            assert call.name in ("set_lamp", "set_fan")
+            assert set(call.input) == {"mode", "level", "quick"}
+            (start,), usage = starts, message.usage
+            for name in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"):
+                assert getattr(start, name) == getattr(usage, name)
+            read, written = usage.cache_read_input_tokens or 0, usage.cache_creation_input_tokens or 0
+            prompt = usage.input_tokens + read + written
+            assert counted.input_tokens == prompt
+            assert read + written == prompt // PAGE_TOKENS * PAGE_TOKENS
+            if step:
+                assert read >= previous // PAGE_TOKENS * PAGE_TOKENS - PAGE_TOKENS
+            else:
+                assert read == 0
+            previous = prompt
+            shown = message.to_param()
+            if step == 1:  # a client that shows no thinking, and calls the call otherwise
+                call.id = "toolu_mine"
+                shown = {"role": "assistant", "content": [call.model_dump()]}
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": f"done {step}"}
+            messages += [shown, {"role": "user", "content": [result]}]
+        answer = await client.messages.with_raw_response.create(**{**body, "messages": messages})
+        assert answer.headers["x-longhaul-restored"] == "reasoning=1, ids=1"
+        assert "x-longhaul-divergence" not in answer.headers
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > \d+ maximum"):
+            too_long: Any = [{"role": "user", "content": "x y " * 20_000}]
+            await client.messages.create(model="kimi-k3", max_tokens=9, messages=too_long)
+
+
+async def test_responses_with_the_real_client(gateway: Gateway):
+    """A tool loop by response ids, then the same session by items without reasoning."""
+    from openai import AsyncOpenAI
+
+    tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    asked = {"model": "kimi-k3", "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    more = {"temperature": 0, "max_output_tokens": 400}
+    async with AsyncOpenAI(base_url=f"{gateway.http.base_url}v1", api_key="one", max_retries=0) as client:
+        items: list[Any] = [{"role": "user", "content": "Do it: " + "on and off. " * 20}]
+        previous, cached_before = None, 0
+        for step in range(3):
+            new = items[-1:]
+            async with client.responses.stream(
+                input=new,
+                previous_response_id=previous,
+                include=["reasoning.encrypted_content"],
+                **asked,
+                **more,
+            ) as stream:
+                deltas = [
+                    event.delta
+                    async for event in stream
+                    if event.type == "response.function_call_arguments.delta"
+                ]
+                response = await stream.get_final_response()
+            assert response.status == "completed"
+            (call,) = [item for item in response.output if item.type == "function_call"]
+            assert call.arguments == "".join(deltas)
+            assert set(json.loads(call.arguments)) == {"mode", "level", "quick"}
+            usage = response.usage
+            assert usage is not None
+            cached = usage.input_tokens_details.cached_tokens
+            assert cached >= cached_before
+            if step:
+                assert cached >= PAGE_TOKENS
+            cached_before = cached
+            previous = response.id
+            kept = [item.to_dict() for item in response.output if item.type != "reasoning"]
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": f"done {step}"}
+            items += [*kept, result]
+        by_id = await client.responses.with_raw_response.create(
+            input=items[-1:], previous_response_id=previous, **asked, **more
+        )
+        by_items = await client.responses.with_raw_response.create(input=items, **asked, **more)
+        assert by_id.headers["x-longhaul-parent"] == by_items.headers["x-longhaul-parent"]
+        assert by_id.headers["x-longhaul-restored"] == "reasoning=0, ids=0"
+        assert by_items.headers["x-longhaul-restored"] == "reasoning=3, ids=0"
+        first, second = by_id.parse(), by_items.parse()
+        assert first.usage is not None
+        assert second.usage is not None
+        assert first.usage.input_tokens == second.usage.input_tokens
+        assert first.output[-1].to_dict()["arguments"] == second.output[-1].to_dict()["arguments"]
+
+
+async def test_strict_tools_do_not_keep_the_model_from_ending(gateway: Gateway):
+    """The engine takes the grammar of a whole message; random weights are held within it."""
+    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    for thinking in (True, False):
+        message, _ = await gateway.stream(
+            "Say", tools=strict, max_tokens=40, chat_template_kwargs={"thinking": thinking}
+        )
+        assert message["finish"] in ("length", "stop", "tool_calls")
+        assert message["content"] or message["reasoning_content"] or message["calls"]
