@@ -2,7 +2,8 @@
 
 All three move the same bytes in the same batches, over TCP and over a unix socket, in turns, so that what
 else the machine does falls on all of them; the figures are medians. `values` is the store as the engine uses
-it, with checksums computed and checked. CPU is that of both ends.
+it, with checksums computed and checked. CPU is that of both ends. SGLang's file backend moves the same bytes
+too, which its files' page cache takes: on a tmpfs, and on the disk of the state directory.
 """
 
 import argparse
@@ -12,7 +13,6 @@ import multiprocessing
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,12 +24,13 @@ from typing import Any
 import psutil
 import redis
 
+from bench.redis_process import RedisProcess
 from cache_store.format import ValueId
 from cache_store.options import StoreOptions
-from cache_store.servers import KEPT_BLOCKS, find_binary
 from cache_store.stream import SOCKET_BUFFER_BYTES, Deadline
 from cache_store.values import ValueStore
 from cache_store.wire import BlobClient
+from model.state import state_directory
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES_KIB = (64, 256, 1024, 4096, 32_768)
@@ -60,33 +61,12 @@ class Series:
 @contextlib.contextmanager
 def server(folder: Path) -> Generator[tuple[dict[str, str], psutil.Process]]:
     """A Redis without persistence; its URLs by transport, and its process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    path = folder / "r.sock"
-    process = subprocess.Popen(
-        [
-            *(str(find_binary()), "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(path)),
-            *("--dir", str(folder), "--save", "", "--appendonly", "no"),
-        ],
-        env=os.environ | KEPT_BLOCKS,
-        stdout=subprocess.DEVNULL,
-    )
+    found = RedisProcess(folder)
+    found.start()
     try:
-        end = time.monotonic() + 20
-        while True:
-            try:
-                redis.Redis(unix_socket_path=str(path)).ping()
-                break
-            except redis.RedisError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.05)
-        urls = {"tcp": f"redis://127.0.0.1:{port}/0", "unix": f"unix://{path}"}
-        yield urls, psutil.Process(process.pid)
+        yield {"tcp": f"{found.tcp_url}/0", "unix": found.unix_url}, psutil.Process(found.pid)
     finally:
-        process.kill()
-        process.wait()
+        found.kill()
 
 
 def _bare_peer(family: int, address: Any, ready: Any) -> None:
@@ -151,6 +131,57 @@ class BareSocket:
         """End the other process."""
         self._socket.close()
         self._peer.join(5)
+
+
+class FileBackend:
+    """SGLang's own storage backend for files, without the copies that an engine makes for it."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+
+        self._folder = folder
+        self._torch = torch
+        self._files = HiCacheFile(
+            HiCacheStorageConfig(
+                tp_rank=0,
+                tp_size=1,
+                pp_rank=0,
+                pp_size=1,
+                attn_cp_rank=0,
+                attn_cp_size=1,
+                is_mla_model=True,
+                enable_storage_metrics=False,
+                is_page_first_layout=True,
+                model_name="bench",
+            ),
+            str(folder),
+        )
+
+    def move(self, size: int, rounds: int) -> dict[str, dict[str, float]]:
+        """GET and SET of values of `size` bytes."""
+        count = max(2, min(BATCH_VALUES, BATCH_BYTES // size))
+        source = self._torch.frombuffer(bytearray(os.urandom(size)), dtype=self._torch.uint8)
+        targets = [self._torch.zeros(size, dtype=self._torch.uint8) for _ in range(count)]
+        series = {"set": Series(), "get": Series()}
+        for turn in range(rounds + 1):
+            # A file that exists is not written again.
+            self._files.clear()
+            keys = [f"{size}-{turn}-{index}" for index in range(count)]
+            for direction in series:
+                cpu, started = time.process_time(), time.perf_counter()
+                if direction == "set":
+                    assert self._files.batch_set(keys, [source] * count), "not stored"
+                else:
+                    assert all(found is not None for found in self._files.batch_get(keys, targets)), (
+                        "not read"
+                    )
+                seconds = time.perf_counter() - started
+                if turn:
+                    series[direction].seconds.append(seconds)
+                    series[direction].cpu_seconds.append(time.process_time() - cpu)
+        assert self._torch.equal(targets[-1], source), "what came back is not what was written"
+        return {direction: found.report(size * count) for direction, found in series.items()}
 
 
 def _cpu(*processes: psutil.Process) -> float:
@@ -321,14 +352,21 @@ def main() -> int:
                 report[transport] = {"kib": sizes, "lookup": bench.look_up()}
             finally:
                 bench.close()
+    files: dict[str, Any] = {}
+    for name, parent in (("tmpfs", Path("/dev/shm")), ("disk", state_directory())):
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="lhbench", dir=parent) as folder:
+            backend = FileBackend(Path(folder))
+            files[name] = {str(size): backend.move(size * KIB, args.rounds) for size in args.sizes}
+        print(f"files on {name} measured", file=sys.stderr)
     if args.json:
-        print(json.dumps({**summary(report), "transports": report}))
+        print(json.dumps({**summary(report), "transports": report, "files": files}))
     else:
-        _show(report)
+        _show(report, files)
     return 0
 
 
-def _show(report: dict[str, Any]) -> None:
+def _show(report: dict[str, Any], files: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -355,6 +393,13 @@ def _show(report: dict[str, Any]) -> None:
         console.print(
             f"lookup of {LOOKUP_KEYS} keys: {lookup['ours_ms']} ms, redis-py {lookup['redis_py_ms']} ms\n"
         )
+    table = Table("KiB", "", *files, title="GB/s (CPU s/GB), SGLang's file backend")
+    for size in next(iter(files.values())):
+        for direction in ("set", "get"):
+            found = [moved[size][direction] for moved in files.values()]
+            cells = [f"{one['gb_per_s']:.2f} ({one['cpu_s_per_gb']:.2f})" for one in found]
+            table.add_row(size, direction, *cells)
+    console.print(table)
     console.print(" ".join(f"{name}={value}" for name, value in summary(report).items()))
 
 
