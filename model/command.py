@@ -1,8 +1,8 @@
 """Two Kimi K3 for a machine without GPUs, both with every mechanism of the released model.
 
 The tiny one (`build`) has 5 million random parameters and answers in gibberish: tests and measurements of
-everything but the language run on it. The same seed gives the same bytes on every machine. The small one has 17
-million and is trained (`train`, `pack`) to call tools; `eval` plays held-out episodes with it.
+everything but the language run on it. The same seed gives the same bytes on every machine. The small one
+has 17 million and is trained (`train`, `pack`) to call tools; `eval` plays held-out episodes with it.
 """
 
 from __future__ import annotations
