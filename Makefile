@@ -10,7 +10,7 @@ ENGINE := $(RUN) pytest -m "engine or sglang"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test unit engine lint format image clean
+.PHONY: help setup serve test unit engine conformance lint format image clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -34,6 +34,11 @@ unit: setup ## The fast tests alone, no engine
 
 engine: setup ## The tests that boot the real engine on this CPU
 	$(ENGINE)
+
+conformance: setup ## Real clients against the real service; installs them into .state/conformance
+	$(UV) venv --quiet --allow-existing --python 3.11 .state/conformance
+	$(UV) pip install --quiet --python .state/conformance/bin/python -r tests/conformance/requirements.txt
+	$(RUN) pytest -m conformance
 
 lint: setup ## Check style, types, Dockerfile and compose file
 	$(RUN) ruff check .
