@@ -35,6 +35,7 @@ CHUNK_BYTES = 4 * 1024 * 1024 - 4096
 # namespace and body. Little-endian, no padding.
 _HEADER = struct.Struct("<4sBBHIIQQ16s16s16s")
 assert _HEADER.size == HEADER_BYTES
+_KEY_DIGEST_AT = 32
 
 Segments = Sequence[memoryview]
 
@@ -120,6 +121,11 @@ def whole_header(value: ValueId, payload: Segments) -> bytes:
     """The header of the record that holds all of `payload`, which must have `value.length` bytes."""
     assert value.is_whole, f"{value.length} bytes do not fit into one chunk"
     return _header(value, Kind.WHOLE, 0, value.length, digest(payload))
+
+
+def names(header: bytes, value: ValueId) -> bool:
+    """Whether a header says that it belongs to `value`: a reason to look at what follows, and no more."""
+    return header[_KEY_DIGEST_AT : _KEY_DIGEST_AT + DIGEST_BYTES] == xxhash.xxh3_128_digest(value.key)
 
 
 def chunk_header(value: ValueId, index: int, body_digest: bytes) -> bytes:
