@@ -60,9 +60,7 @@ class Gateway:
         self.openai = openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key="k", max_retries=0, http_client=httpx.AsyncClient(verify=False)
         )
-        self.anthropic = anthropic.AsyncAnthropic(
-            base_url=url, api_key="k", max_retries=0, http_client=httpx.AsyncClient(verify=False)
-        )
+        self.anthropic = anthropic.AsyncAnthropic(base_url=url, api_key="k", max_retries=0)
 
     async def chat(self, **body: Any) -> httpx.Response:
         """POST a chat request with one user message, unless the body has others."""
