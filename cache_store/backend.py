@@ -40,6 +40,7 @@ from cache_store.namespace import Parallelism
 from cache_store.options import StoreOptions
 from cache_store.pages import HostPages, Page, memory
 from cache_store.shards import Shards
+from cache_store.siblings import Siblings
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class RedisStore(HiCacheStorage):
         self._pools: dict[str, StoredPool] = {}
         self._bandwidth = _Bandwidth()
         self._values = Shards(self._options)
+        self._siblings: Siblings | None = None
         self._keeper = Keeper(self._values, self._options)
         self._is_told_of_prefixes = True
 
@@ -151,6 +153,8 @@ class RedisStore(HiCacheStorage):
         shard = self._parallelism.shard(replicated=replicated)
         self._pools[name] = pool = StoredPool(name, space, shard, pages.geometry.page_bytes)
         self._keeper.register(pool, page_tokens=pages.geometry.page_tokens if name == PoolName.KV else None)
+        if name == PoolName.KV and replicated:
+            self._siblings = self._open_siblings(pool)
         logger.info(
             "store %s: pool %s, %d bytes a page, %s, namespace %s, shard %r",
             self._values,
@@ -160,6 +164,27 @@ class RedisStore(HiCacheStorage):
             space.hex(),
             shard,
         )
+
+    def _open_siblings(self, pool: StoredPool) -> Siblings | None:
+        """The ranks of this engine on this host, if they hold the same pages and may share memory."""
+        config = self._config
+        if config.tp_size == 1 or not self._options.share_bytes:
+            return None
+        name = "-".join(
+            map(str, (pool.space.hex(), config.dp_rank, config.pp_rank, config.attn_cp_rank, config.dcp_rank))
+        )
+        try:
+            return Siblings(
+                self._values,
+                name,
+                config.tp_rank,
+                pool.length,
+                self._options.share_bytes,
+                self._options.timeout_s,
+            )
+        except OSError as error:
+            logger.warning("store: no shared memory, so each rank reads every page itself: %s", error)
+            return None
 
     # Lookup, on the prefetch thread.
 
@@ -277,6 +302,9 @@ class RedisStore(HiCacheStorage):
     def close(self) -> None:
         """Write what waits for a retry and leave the server."""
         self._keeper.close()
+        if self._siblings is not None:
+            self._siblings.close()
+            self._siblings = None
         self._values.close()
 
     def _guarded(self, work: Callable[[], _T], otherwise: _T) -> _T:
@@ -364,7 +392,8 @@ class RedisStore(HiCacheStorage):
         values = self._values_of(name, span, pages)
         # Where the pages lie is known: they are prolonged later, when nobody waits.
         lives = 0 if span.prefix is not None else self._keeper.lives_ms(span)
-        done = self._values.fetch(values, [page.segments for page in pages], name, lives)
+        reader = self._siblings if name == PoolName.KV and self._siblings is not None else self._values
+        done = reader.fetch(values, [page.segments for page in pages], name, lives)
         if name == PoolName.KV and self._config.enable_storage_metrics:
             self._bandwidth.add("prefetch", values, done, time.perf_counter() - started)
         note = self._keeper.read_state if name == PoolName.MAMBA else self._keeper.read

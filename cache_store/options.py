@@ -50,6 +50,8 @@ class StoreOptions(BaseModel):
         tenant_max_bytes: what one tenant's values may take in a namespace, where the gateway does not say;
             None for no limit.
         connections: kept open to the server.
+        share_bytes: shared memory in which the ranks of an engine on one host leave each other the pages that
+            all of them hold; 0 for none.
         retry_bytes: bound of the memory that failed writes may hold until they are retried.
         retry_attempts: after which a write is given up; waiting for a dead server counts as none.
         drain_s: how long closing may take to write what is still queued. SGLang grants 15 s in all.
@@ -71,6 +73,7 @@ class StoreOptions(BaseModel):
     state_dtype: Literal["exact", "bfloat16"] = "exact"
     tenant_max_bytes: _Count | None = None
     connections: _Count = 4
+    share_bytes: int = Field(default=512 * 1024 * 1024, ge=0)
     retry_bytes: int = Field(default=256 * 1024 * 1024, ge=0)
     retry_attempts: _Count = 8
     drain_s: float = Field(default=5.0, ge=0, le=10)

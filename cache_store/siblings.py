@@ -130,9 +130,11 @@ class Siblings:
         self._roster[self._rank] = 0
         if not self.ranks:
             self._path.unlink(missing_ok=True)
-        self._roster.release()
-        self._memory.release()
-        self._map.close()
+        # A read that is still under way keeps the memory until it ends.
+        with contextlib.suppress(BufferError):
+            self._roster.release()
+            self._memory.release()
+            self._map.close()
 
     def _slot(self, region: int, index: int) -> memoryview:
         start = _ROSTER_BYTES + (region * self._per_region + index) * self._stride
