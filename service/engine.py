@@ -102,6 +102,7 @@ class Engine:
                 timeout=aiohttp.ClientTimeout(
                     total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=self._silence_timeout_s
                 ),
+                cookie_jar=aiohttp.DummyCookieJar(),
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             )
         return self._opened

@@ -148,6 +148,10 @@ async def _conversation(
     pairs = list(messages_of(items, seal.open if seal is not None else lambda _: None))
     if asked.instructions:
         pairs.insert(0, ({"role": "system", "content": asked.instructions}, "instructions"))
+    if not pairs:  # all of it referred to reasoning that is gone
+        raise InvalidRequest(
+            "input: refers to nothing that is kept: send the items themselves.", param="input"
+        )
     conversation = Conversation(
         messages=tuple(message for message, _ in pairs),
         tools=asked.tools.declared,

@@ -448,6 +448,8 @@ async def test_log_probabilities(gateway: Gateway):
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"truncation": "middle"}, "truncation"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
+        ({"input": [{"type": "item_reference", "id": f"rs_{'0' * 32}"}]}, "input"),
+        ({"input": [], "instructions": ""}, "input"),
     ],
 )
 async def test_bad_fields_are_named(gateway: Gateway, body: dict[str, Any], param: str):
