@@ -71,6 +71,7 @@ def local_gateway(
     *,
     port: int | None = None,
     tenants: Path | None = None,
+    extra: Sequence[str] = (),
 ) -> tuple[HttpService, str]:
     """A gateway on this machine, and its URL."""
     port = port or free_port()
@@ -82,5 +83,6 @@ def local_gateway(
         model=model,
         tenants=tenants,
         log=scratch / "gateway.log",
+        extra=extra,
     )
     return service, f"http://{HOST}:{port}"

@@ -11,7 +11,7 @@ from cache_store.turn import Turn, TurnFormatError, decode_turn
 
 DEFAULT_BUDGET_BYTES: Final = 64 << 20
 _ID_BYTES: Final = 4
-_OVERHEAD_BYTES: Final = 1024
+_OVERHEAD_BYTES: Final = 2560
 
 
 class DecodedTurns:

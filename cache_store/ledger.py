@@ -36,7 +36,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from cache_store import stored_bytes
-from cache_store.decoded import DecodedTurns
+from cache_store.decoded import DEFAULT_BUDGET_BYTES, DecodedTurns
 from cache_store.document import DocumentFormatError, decode_document, encode_document
 from cache_store.retention import TtlClass
 from cache_store.turn import KEY_BYTES, NO_PARENT, Turn, encode_turn
@@ -102,10 +102,12 @@ class Ledger:
         class_ttl_s: Mapping[TtlClass, int] | None = None,
         deadline_s: float = 0.5,
         write_deadline_s: float = 2.0,
+        decoded_bytes: int = DEFAULT_BUDGET_BYTES,
     ) -> None:
         """`url` is `redis://`, `rediss://` or `unix://`; `deadline_s` bounds each round trip of a read.
 
-        `ttl_s` is for turns of no class, and of those that `class_ttl_s` leaves out.
+        `ttl_s` is for turns of no class, and of those that `class_ttl_s` leaves out. `decoded_bytes` bounds
+        the memory of decoded turns.
         """
         self.ttl_s = ttl_s
         self._class_ttl_s = dict(class_ttl_s or {})
@@ -122,7 +124,7 @@ class Ledger:
         )
         self._redis = redis.asyncio.Redis.from_pool(pool)
         self._read_lists: Any = self._redis.register_script(_READ_LISTS)
-        self._decoded = DecodedTurns()
+        self._decoded = DecodedTurns(decoded_bytes)
 
     async def ping(self) -> bool:
         """Whether Redis answers within the deadline."""

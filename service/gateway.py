@@ -18,6 +18,7 @@ from typing import Final, cast, get_args
 import httpx
 import uvicorn
 
+from cache_store.decoded import DEFAULT_BUDGET_BYTES
 from cache_store.ledger import DEFAULT_TTL_S, Ledger
 from cache_store.retention import TtlClass
 from cache_store.roots import RootRegistry
@@ -99,6 +100,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-body-mib", type=int, default=64, metavar="MIB", help="longest request body (%(default)s)"
     )
+    parser.add_argument(
+        "--turn-cache-mib",
+        type=int,
+        default=DEFAULT_BUDGET_BYTES >> 20,
+        metavar="MIB",
+        help="memory for turns that were read before (%(default)s)",
+    )
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="(%(default)s)")
 
 
@@ -125,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
             ledger_url=args.ledger,
             store_url=args.store,
             turn_ttl_s=dict(args.turn_ttl),
+            turn_cache_bytes=args.turn_cache_mib << 20,
             model=model,
             tenants=Tenants.load(args.tenants),
             keep_tails=not args.drop_tails,
@@ -145,6 +154,7 @@ def build_service(
     ledger_url: str,
     store_url: str | None = None,
     turn_ttl_s: Mapping[TtlClass | None, int] | None = None,
+    turn_cache_bytes: int = DEFAULT_BUDGET_BYTES,
     model: Path,
     tenants: Tenants,
     keep_tails: bool = True,
@@ -170,7 +180,12 @@ def build_service(
     )
     ttl_s = dict(turn_ttl_s or {})
     class_ttl_s: dict[TtlClass, int] = {name: ttl for name, ttl in ttl_s.items() if name is not None}
-    ledger = Ledger(ledger_url, ttl_s=ttl_s.get(None, DEFAULT_TTL_S), class_ttl_s=class_ttl_s)
+    ledger = Ledger(
+        ledger_url,
+        ttl_s=ttl_s.get(None, DEFAULT_TTL_S),
+        class_ttl_s=class_ttl_s,
+        decoded_bytes=turn_cache_bytes,
+    )
     turns = Turns(ledger, tokenizer, keep_tails=keep_tails)
     return Service(
         engine=engine,

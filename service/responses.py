@@ -149,9 +149,7 @@ async def _conversation(
     if asked.instructions:
         pairs.insert(0, ({"role": "system", "content": asked.instructions}, "instructions"))
     if not pairs:  # all of it referred to reasoning that is gone
-        raise InvalidRequest(
-            "input: refers to nothing that is kept: send the items themselves.", param="input"
-        )
+        raise InvalidRequest("input: refers to nothing that is kept: send the items.", param="input")
     conversation = Conversation(
         messages=tuple(message for message, _ in pairs),
         tools=asked.tools.declared,

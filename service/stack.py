@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -60,15 +60,17 @@ def gateway_service(
     tenants: Path | None,
     log: Path,
     store_url: str | None = None,
+    extra: Sequence[str] = (),
     env: Mapping[str, str] = os.environ,
 ) -> HttpService:
-    """The gateway in front of `engine_url`, whose blob store is at `store_url`."""
+    """The gateway in front of `engine_url`, whose blob store is at `store_url`; `extra` are more options."""
     argv = [sys.executable, "-m", "service.cli", "gateway", "--host", host, "--port", str(port)]
     argv += ["--engine", engine_url, "--ledger", ledger_url, "--model", str(model)]
     if store_url is not None:
         argv += ["--store", store_url]
     if tenants is not None:
         argv += ["--tenants", str(tenants)]
+    argv += extra
     return HttpService(
         "gateway",
         argv,
