@@ -35,9 +35,11 @@ unit: setup ## The fast tests alone, no engine
 engine: setup ## The tests that boot the real engine on this CPU
 	$(ENGINE)
 
-conformance: setup ## Real clients against the real service; installs them into .state/conformance
+conformance: setup ## Real clients (uv and npm) against the service; installs them into .state/conformance
 	$(UV) venv --quiet --allow-existing --python 3.11 .state/conformance
 	$(UV) pip install --quiet --python .state/conformance/bin/python -r tests/conformance/requirements.txt
+	cp tests/conformance/package.json .state/conformance/
+	npm install --prefix .state/conformance --no-fund --no-audit --silent
 	$(RUN) pytest -m conformance
 
 lint: setup ## Check style, types, Dockerfile and compose file
