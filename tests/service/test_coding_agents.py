@@ -1,8 +1,8 @@
 """Claude Code, Codex and opencode themselves, each in three turns with its own tools, and then once more.
 
 Their prompts are longer than the tiny model's context, and a random model would not call their tools: so the
-engine is the stand-in, and what is tested is everything before it. `make conformance` installs the agents; the
-table of what came out is written to `.state/conformance-agents.md`.
+engine is the stand-in, and what is tested is everything before it. `make conformance` installs the agents;
+the table of what came out is written to `.state/conformance-agents.md`.
 """
 
 import asyncio
