@@ -53,7 +53,10 @@ class Case:
 
 @contextlib.contextmanager
 def _proxied(fault: Callable[[Bed], Fault], bed: Bed) -> Generator[None]:
-    bed.proxy.set(fault(bed))
+    found = fault(bed)
+    bed.proxy.set(found)
+    if found.refuse:
+        bed.proxy.drop()
     try:
         yield
     finally:
@@ -167,7 +170,7 @@ CASES = (
     Case("refused", partial(_proxied, lambda _: Fault(refuse=True)), _LOST, is_dead=True),
     Case("blackhole", partial(_proxied, lambda _: Fault(blackhole=True)), _TIMEOUT, is_dead=True),
     Case("flipped_replies", partial(_proxied, lambda _: Fault(flip_replies=30_000)), _SPOILT),
-    Case("flipped_requests", partial(_proxied, lambda _: Fault(flip_requests=2_000)), _SPOILT),
+    Case("flipped_requests", partial(_proxied, lambda _: Fault(flip_requests=500)), _SPOILT),
     Case("killed", _killed, _LOST, is_dead=True),
     Case("stopped", _stopped, _TIMEOUT, is_dead=True),
     Case("clients_killed", partial(_often, _kill_clients), _LOST),

@@ -137,8 +137,8 @@ class FaultProxy:
 
     def _pump(self, link: _Link, source: socket.socket, sink: socket.socket, is_reply: bool) -> None:
         readable = select.poll()
-        readable.register(source, select.POLLIN)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: closed before it was looked at
+            readable.register(source, select.POLLIN)
             while True:
                 if not readable.poll(_POLL_MS):
                     # A socket that a thread waits on is not reset by closing it: so none waits for long.

@@ -99,20 +99,23 @@ class StoreFaults:
         self._fresh = 0
         self._threads = _threads()
 
-    def play(self, case: Case, reads: int) -> Outcome:
-        """Put the store through `case` until `reads` values were asked for, or for some seconds."""
+    def play(self, case: Case, reads: int, *, episodes: int = _MIN_EPISODES) -> Outcome:
+        """Put the store through `case` until `reads` values were asked for.
+
+        It takes some seconds at most, or as long as `episodes` times take.
+        """
         outcome = Outcome()
         before = errors()
         end = time.monotonic() + _CASE_LIMIT_S
-        episodes = 0
+        played = 0
         self._recover(outcome)
-        while outcome.reads < reads and (time.monotonic() < end or episodes < _MIN_EPISODES):
+        while outcome.reads < reads and (time.monotonic() < end or played < episodes):
             with case.during(self._bed):
                 if case.is_dead:
                     self._episode(outcome)
                 else:
                     self._spell(outcome, min(outcome.reads + reads // 3, reads), end)
-            episodes += 1
+            played += 1
             self._recover(outcome)
         outcome.errors = {kind: count - before.get(kind, 0) for kind, count in errors().items()}
         outcome.errors = {kind: count for kind, count in outcome.errors.items() if count}
