@@ -84,6 +84,8 @@ class EventStream(Response):
         self._ping_interval_s = ping_interval_s
         self._closed = closed
         self._sent_at = 0.0
+        self._pending = 0
+        self._stalled = False
         self.status_code = 200
         self.background = None
         # nginx buffers answers of an upstream unless it is told not to.
@@ -103,29 +105,46 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._sent_at = time.monotonic()
-        pinging = asyncio.create_task(self._ping(send))
+        sending = asyncio.current_task()
+        assert sending is not None
+        watching = asyncio.create_task(self._watch(send, sending))
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
                     await self._send(send, event)
+        except asyncio.CancelledError:
+            if self._stalled:
+                raise ClientLeft from None
+            raise
         finally:
-            pinging.cancel()
+            watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await pinging
+                await watching
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _ping(self, send: Send) -> None:
-        while True:
-            silent_s = time.monotonic() - self._sent_at
-            if silent_s < self._ping_interval_s:
-                await asyncio.sleep(self._ping_interval_s - silent_s)
+    async def _watch(self, send: Send, sending: asyncio.Task[None]) -> None:
+        """Ping while nothing is sent, and end a stream that nobody takes. A timer for each event costs more."""
+        stalled = False
+        while not stalled:
+            waited_s = time.monotonic() - self._sent_at
+            limit_s = self._stall_s if self._pending else self._ping_interval_s
+            if waited_s < limit_s:
+                # An event may become pending meanwhile: look again as often as either is due.
+                await asyncio.sleep(min(limit_s - waited_s, self._ping_interval_s, self._stall_s))
+            elif self._pending:
+                stalled = True
             else:
-                await self._send(send, self._ping_event)
+                try:
+                    async with asyncio.timeout(self._stall_s):
+                        await self._send(send, self._ping_event)
+                except TimeoutError:
+                    stalled = True
+        self._stalled = True
+        sending.cancel()
 
     async def _send(self, send: Send, body: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._stall_s):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        except TimeoutError:
-            raise ClientLeft from None
+        self._sent_at = time.monotonic()
+        self._pending += 1
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        self._pending -= 1
         self._sent_at = time.monotonic()
