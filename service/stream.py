@@ -123,7 +123,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _watch(self, send: Send, sending: asyncio.Task[None]) -> None:
-        """Ping while nothing is sent, and end a stream that nobody takes. A timer for each event costs more."""
+        """Ping while nothing is sent, and end a stream that nobody takes, with one timer for all events."""
         stalled = False
         while not stalled:
             waited_s = time.monotonic() - self._sent_at
