@@ -1,6 +1,7 @@
 """The Responses API over the stand-in engine, read by the openai package."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from fake_engine import abort, event, reply_ids
 from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
+
+from service.tenants import Tenant, Tenants
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 WEATHER: dict[str, Any] = {
@@ -485,3 +488,41 @@ async def test_the_openai_package_reads_streams_and_parses(gateway: Gateway):
     assert [item.id for item in again.output] == [item.id for item in final.output]
     items = await gateway.openai.responses.input_items.list(final.id)
     assert len(items.data) == 1
+
+
+async def test_tenants_have_nothing_of_each_other(gateway_factory: GatewayFactory):
+    keys = {key: Tenant(key) for key in ("one", "two")}
+    tenants = Tenants({hashlib.sha256(key.encode()).digest(): tenant for key, tenant in keys.items()})
+    async with gateway_factory(tenants=tenants) as gateway:
+        gateway.engine.script = gateway.engine.reply(MESSAGE)
+
+        async def ask(key: str, method: str, path: str, **body: Any) -> httpx.Response:
+            content = {"json": body} if body else {}
+            return await gateway.http.request(method, path, headers={"x-api-key": key}, **content)
+
+        asked = {"input": "Weather?", "tools": [WEATHER], "include": SEALED}
+        first = (await ask("one", "POST", "/v1/responses", **asked)).json()
+        tokens = await seen(gateway)
+        url = f"/v1/responses/{first['id']}"
+        for method, path in (
+            ("GET", url),
+            ("DELETE", url),
+            ("GET", f"{url}/input_items"),
+            ("POST", f"{url}/cancel"),
+        ):
+            assert (await ask("two", method, path)).status_code == 404
+        by_id = {**asked, "previous_response_id": first["id"]}
+        assert (await ask("two", "POST", "/v1/responses", **by_id)).status_code == 400
+        message = first["output"][1]["id"]
+        referred = [{"role": "user", "content": "Weather?"}, {"type": "item_reference", "id": message}]
+        assert (await ask("two", "POST", "/v1/responses", **{**asked, "input": referred})).status_code == 400
+        # What is sealed for one is as good as nothing for the other, and so are the ids of its turns.
+        del first["output"][0]["content"]
+        history = [referred[0], *first["output"], *outputs(first)]
+        second = await ask("two", "POST", "/v1/responses", **{**asked, "input": history})
+        assert second.headers["x-longhaul-restored"] == "reasoning=0, ids=0"
+        assert "x-longhaul-parent" not in second.headers
+        assert not continues(gateway, tokens)
+        prompt = gateway.engine.tokenizer.decode(gateway.engine.requests[-1]["input_ids"])
+        assert "Let me" not in prompt
+        assert (await ask("one", "GET", url)).status_code == 200
