@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from service.access import Record, record_of
 from service.chat_answer import ChatAnswer, error_body
-from service.chat_request import ChatRequest, read_chat_request
+from service.chat_request import ChatRequest, read_chat_request, read_retention
 from service.errors import ServiceError
 from service.exchange import served_model, start_turn, streamed_answer, whole_answer
 from service.fields import parse_object
@@ -35,6 +35,7 @@ async def chat_completions(request: Request) -> Response:
         conversation=chat.conversation,
         sampling=chat.sampling,
         single_call=chat.single_call,
+        ttl=read_retention(fields),
     )
     turn = await start_turn(request, turn_request)
     answer = ChatAnswer(

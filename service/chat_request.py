@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from cache_store.retention import TtlClass
 from service.conversation import Conversation
 from service.fields import Fields
 from service.sampling import Sampling, read_sampling
@@ -53,6 +54,12 @@ def read_chat_request(fields: Fields, defaults: Mapping[str, float], vocabulary:
         include_usage=options is not None and options.boolean("include_usage") is True,
         single_call=fields.boolean("parallel_tool_calls") is False,
     )
+
+
+def read_retention(fields: Fields) -> TtlClass | None:
+    """OpenAI's `prompt_cache_retention` as a class of time to live; None for the service's own."""
+    retention = fields.string("prompt_cache_retention", choices=("in_memory", "in-memory", "24h"))
+    return "24h" if retention == "24h" else None
 
 
 def _conversation(fields: Fields) -> Conversation:

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.access import Record, record_of
+from service.chat_request import read_retention
 from service.conversation import Conversation
 from service.errors import InvalidRequest, ServiceError
 from service.exchange import served_model, start_turn, streamed_answer, whole_answer
@@ -64,6 +65,7 @@ async def create_response(request: Request) -> Response:
         conversation=conversation,
         sampling=asked.sampling,
         single_call=asked.single_call,
+        ttl=read_retention(fields),
     )
     try:
         turn = await start_turn(request, turn_request)

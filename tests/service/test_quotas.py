@@ -204,6 +204,21 @@ async def test_bytes_are_bounded_and_come_back_when_a_session_is_erased(gateway_
         assert (await gateway.http.post(PATHS[0], json=body, headers=headers)).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_openais_way_to_keep_a_prefix(gateway: Gateway, path: str):
+    headers = {"x-session-id": new_key()}
+    for retention, ttl in (("24h", "24h"), ("in_memory", None), (None, None)):
+        body: dict[str, Any] = {"prompt_cache_retention": retention}
+        body |= {"input": "Hi"} if path.endswith("responses") else {"messages": USER}
+        assert (await gateway.http.post(path, json=body, headers=headers)).status_code == 200
+        turns = (await gateway.http.get(f"/v1/sessions/{headers['x-session-id']}")).json()["turns"]
+        assert turns[-1]["ttl"] == ttl
+    body["prompt_cache_retention"] = "1y"
+    answer = await gateway.http.post(path, json=body, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt_cache_retention"
+
+
 async def test_the_store_is_told_whose_pages_these_are(
     gateway_factory: GatewayFactory, ledger_server: RedisServer
 ):
