@@ -24,6 +24,7 @@ from bench.engines import Engine, note, running_engine
 from bench.restore import ADMIN_KEY, Backend, Restorable, prompt, quiet, store_config
 from bench.store import server
 from model import tiny
+from model.tokenizer import K3Tokenizer
 
 PROFILE = "cpu-tiny"
 FIRST_TOKENS = 500
@@ -97,15 +98,24 @@ def ask(engine: Engine, ids: Sequence[int]) -> Reply:
     return Reply([t[1] for t in tokens], [t[0] for t in tokens], int(details.get("storage") or 0))
 
 
-def sessions(count: int, turns: int) -> list[list[list[int]]]:
-    """The prompts of each turn of each session: each begins with the one before."""
-    whole = [prompt(FIRST_TOKENS + TURN_TOKENS * (turns - 1), 100 + number) for number in range(count)]
+def sessions(count: int, turns: int, text: Sequence[int] = ()) -> list[list[list[int]]]:
+    """The prompts of each turn of each session: each begins with the one before.
+
+    They are random ids, or successive parts of `text`, which must be long enough.
+    """
+    length = FIRST_TOKENS + TURN_TOKENS * (turns - 1)
+    if text:
+        whole = [list(text[at * length : (at + 1) * length]) for at in range(count)]
+    else:
+        whole = [prompt(length, 100 + number) for number in range(count)]
     return [[ids[: FIRST_TOKENS + TURN_TOKENS * turn] for turn in range(turns)] for ids in whole]
 
 
-def measure(model: Path, count: int, turns: int, scratch: Path, sockets: Path) -> dict[str, Any]:
+def measure(
+    model: Path, talks: Sequence[Sequence[Sequence[int]]], scratch: Path, sockets: Path
+) -> dict[str, Any]:
     """Play all ways on one engine; `sockets` has a path short enough for a unix socket."""
-    talks = sessions(count, turns)
+    count, turns = len(talks), len(talks[0])
     replies: dict[str, list[Reply]] = {way: [] for way in WAYS}
     stored: dict[str, int] = {}
     with server(sockets) as (urls, _):
@@ -157,16 +167,24 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="checkpoint (default: the tiny K3, built if missing)")
     parser.add_argument("--sessions", type=int, default=12, help="(default: %(default)s)")
     parser.add_argument("--turns", type=int, default=4, help="of each session (default: %(default)s)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="prompts from this text, not random ids")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the engine's log in DIR")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args()
     if args.sessions < 1 or args.turns < 2:
         parser.error("give at least 1 session of 2 turns")
     model: Path = (args.model or tiny.build(tiny.default_path()).path).absolute()
+    text: list[int] = []
+    if args.text:
+        text = K3Tokenizer.load(model).encode_text(args.text.read_text(encoding="utf-8"))
+        needed = args.sessions * (FIRST_TOKENS + TURN_TOKENS * (args.turns - 1))
+        if len(text) < needed:
+            parser.error(f"--text {args.text} has {len(text)} tokens, and {needed} are needed")
+    talks = sessions(args.sessions, args.turns, text)
     with tempfile.TemporaryDirectory(prefix="lhbench") as folder:
         scratch: Path = args.keep or Path(folder)
         scratch.mkdir(parents=True, exist_ok=True)
-        report = measure(model, args.sessions, args.turns, scratch, Path(folder))
+        report = measure(model, talks, scratch, Path(folder))
     if args.json:
         print(json.dumps(report))
     else:

@@ -21,8 +21,10 @@ def test_each_turn_goes_on_where_the_last_stopped():
     talks = sessions(2, 3)
     assert [len(prompt) for prompt in talks[0]] == [500, 700, 900]
     assert all(
-        later[: len(earlier)] == earlier
-        for talk in talks
-        for earlier, later in itertools.pairwise(talk)
+        later[: len(earlier)] == earlier for talk in talks for earlier, later in itertools.pairwise(talk)
     )
     assert talks[0][0] != talks[1][0]
+    assert sessions(2, 2, range(1400)) == [
+        [list(range(500)), list(range(700))],
+        [list(range(700, 1200)), list(range(700, 1400))],
+    ]
