@@ -164,6 +164,7 @@ class TurnRunner:
         self._turns = turns
         self._tokenizer = tokenizer
         self._roots = roots
+        self._announcing: set[asyncio.Task[bool]] = set()
         self._grace_s = grace_s
 
     async def start(self, request: TurnRequest) -> Turn:
@@ -175,7 +176,7 @@ class TurnRunner:
             held.enter_context(self.metrics.running.track_inprogress())
             info = await self._engine.info()
             prompt = await self._prepare(request)
-            await self._announce(request, prompt)
+            self._announce(request, prompt)
             room_tokens = output_room(
                 len(prompt.ids),
                 max_prompt_tokens=info.max_prompt_tokens,
@@ -233,6 +234,7 @@ class TurnRunner:
 
     async def close(self) -> None:
         """Give the connections back."""
+        await asyncio.gather(*self._announcing, return_exceptions=True)
         if self._roots is not None:
             await self._roots.aclose()
 
@@ -247,12 +249,18 @@ class TurnRunner:
             self.metrics.refused.labels(tenant.name, error.quota).inc()
             raise
 
-    async def _announce(self, request: TurnRequest, prompt: Prompt) -> None:
-        """Tell the store whose pages these will be, and how long they are wanted."""
-        if self._roots is not None:
-            tenant = request.tenant
-            root = Root(tenant.name, request.ttl, tenant.max_cache_bytes)
-            await self._roots.announce(prompt.ids, tenant.cache_salt, root)
+    def _announce(self, request: TurnRequest, prompt: Prompt) -> None:
+        """Tell the store whose pages these will be, and how long they are wanted.
+
+        It knows long before the engine has computed any, and nobody waits for it: it may be down.
+        """
+        if self._roots is None:
+            return
+        tenant = request.tenant
+        root = Root(tenant.name, request.ttl, tenant.max_cache_bytes)
+        task = asyncio.create_task(self._roots.announce(prompt.ids, tenant.cache_salt, root))
+        self._announcing.add(task)
+        task.add_done_callback(self._announcing.discard)
 
     async def _prepare(self, request: TurnRequest) -> Prompt:
         started_at = time.monotonic()
