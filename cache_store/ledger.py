@@ -15,8 +15,8 @@ a conversation takes two round trips, whatever its length: the versions of all i
 one path. A turn lives for the time of its class, which is renewed for a whole path when the path is used and
 an eighth of it is gone; lists live as long as the longest class.
 
-Nothing is retried, and a connection whose reply did not come in time is closed: a late reply would be taken
-for that of the next command.
+Nothing is retried but the writing of a turn, and a connection whose reply did not come in time is closed: a
+late reply would be taken for that of the next command.
 """
 
 import asyncio
@@ -31,6 +31,7 @@ from typing import Any, Final, cast
 from urllib.parse import quote
 
 import redis.asyncio
+import redis.exceptions
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
@@ -54,6 +55,9 @@ return lists
 _VERSION: Final = struct.Struct("<16s16s8s8s8s")
 _CONNECTIONS: Final = 64
 SECRET_BYTES: Final = 32
+_RETRY_PAUSE_S: Final = 0.1
+_ABSENCES: Final = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError, TimeoutError)
+"""What a server that restarts looks like; any other error it would make again."""
 
 
 class LedgerUnavailable(Exception):
@@ -125,6 +129,7 @@ class Ledger:
         self._redis = redis.asyncio.Redis.from_pool(pool)
         self._read_lists: Any = self._redis.register_script(_READ_LISTS)
         self._decoded = DecodedTurns(decoded_bytes)
+        self._absent = False
 
     async def ping(self) -> bool:
         """Whether Redis answers within the deadline."""
@@ -173,26 +178,57 @@ class Ledger:
         return [turn for turn in turns if turn is not None]
 
     async def append(self, tenant: str, turn: Turn, version: Version, path: Sequence[Ancestor] = ()) -> bool:
-        """Write a turn; True once Redis has acknowledged it. `path`: ancestors to renew."""
+        """Write a turn; True once Redis has acknowledged it. `path`: ancestors to renew.
+
+        A server that restarts is waited for, within the deadline for writes, unless the last turn waited for
+        it in vain.
+        """
+        end = time.monotonic() + self._write_deadline_s
+        again = False
+        while True:
+            try:
+                left_s = max(0.0, end - time.monotonic())
+                await self._append(tenant, turn, version, path, left_s, again=again)
+            except LedgerUnavailable as error:
+                if not isinstance(error.__cause__, _ABSENCES):
+                    return False
+                if self._absent or time.monotonic() + _RETRY_PAUSE_S > end:
+                    self._absent = True
+                    return False
+            else:
+                self._absent = False
+                return True
+            again = True
+            await asyncio.sleep(_RETRY_PAUSE_S)
+
+    async def _append(
+        self,
+        tenant: str,
+        turn: Turn,
+        version: Version,
+        path: Sequence[Ancestor],
+        deadline_s: float,
+        *,
+        again: bool = False,
+    ) -> None:
         prefix = _prefix(tenant)
         data, ttl_s = encode_turn(turn), self.ttl_of(turn.ttl)
-        try:
-            async with _faults(self._write_deadline_s), self._redis.pipeline(transaction=True) as pipe:
-                pipe.set(f"{prefix}t:{turn.key}", data, ex=ttl_s)
-                self._count(pipe, tenant, f"t:{turn.key}", len(data), ttl_s)
-                self._list(pipe, f"{prefix}d:{turn.digest.hex()}", _pack(version), newest_first=True)
-                if turn.session:
-                    name = f"{prefix}s:{_session_digest(turn.session)}"
-                    self._list(pipe, name, bytes.fromhex(turn.key), newest_first=False)
-                for ancestor in path:
-                    pipe.expire(f"{prefix}t:{ancestor.key}", self.ttl_of(ancestor.ttl))
-                    pipe.expire(f"{prefix}d:{ancestor.digest.hex()}", self._index_ttl_s)
-                for session in {ancestor.session for ancestor in path} - {turn.session, ""}:
-                    pipe.expire(f"{prefix}s:{_session_digest(session)}", self._index_ttl_s)
-                await pipe.execute()
-        except LedgerUnavailable:
-            return False
-        return True
+        async with _faults(deadline_s), self._redis.pipeline(transaction=True) as pipe:
+            # All of it was written, or nothing: only the reply may have been lost.
+            if again and await cast("Any", self._redis.exists(f"{prefix}t:{turn.key}")):
+                return
+            pipe.set(f"{prefix}t:{turn.key}", data, ex=ttl_s)
+            self._count(pipe, tenant, f"t:{turn.key}", len(data), ttl_s)
+            self._list(pipe, f"{prefix}d:{turn.digest.hex()}", _pack(version), newest_first=True)
+            if turn.session:
+                name = f"{prefix}s:{_session_digest(turn.session)}"
+                self._list(pipe, name, bytes.fromhex(turn.key), newest_first=False)
+            for ancestor in path:
+                pipe.expire(f"{prefix}t:{ancestor.key}", self.ttl_of(ancestor.ttl))
+                pipe.expire(f"{prefix}d:{ancestor.digest.hex()}", self._index_ttl_s)
+            for session in {ancestor.session for ancestor in path} - {turn.session, ""}:
+                pipe.expire(f"{prefix}s:{_session_digest(session)}", self._index_ttl_s)
+            await pipe.execute()
 
     async def put_document(
         self, tenant: str, key: str, document: Mapping[str, Any], path: Sequence[str] = ()

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -441,3 +442,51 @@ async def test_each_class_has_its_time(server: RedisServer) -> None:
         assert sum(client.ttl(name) > 1990 for name in lists) == 2, "its digest's, and its session's"
     assert await ledger.turns(tenant, [written["1h"].key]) == [written["1h"]]
     await ledger.close()
+
+
+async def test_a_turn_waits_for_a_server_that_restarts(tmp_path: Path) -> None:
+    server = RedisServer(Role.LEDGER, tmp_path)
+    server.start()
+    try:
+        async with ledger_at(server) as ledger:
+            first, second, third = turn(), turn(), turn()
+            assert await ledger.append("a", first, version(first))
+            server.stop()
+            writing = asyncio.create_task(ledger.append("a", second, version(second)))
+            await asyncio.sleep(0.2)
+            assert not writing.done()
+            server.start()
+            assert await writing
+            assert [found and found.key for found in await ledger.turns("a", [first.key, second.key])] == [
+                first.key,
+                second.key,
+            ]
+            server.stop()
+            assert not await ledger.append("a", third, version(third))
+            started_at = time.monotonic()
+            assert not await ledger.append("a", third, version(third))
+            assert time.monotonic() - started_at < 0.5, "a server that stays away is not waited for again"
+            server.start()
+            assert await ledger.append("a", third, version(third))
+    finally:
+        server.stop()
+
+
+async def test_a_lost_reply_makes_no_second_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RedisServer(Role.LEDGER, tmp_path) as server:
+        async with ledger_at(server) as ledger:
+            one = turn(session="s")
+            written = Ledger._append
+            attempts: list[bool] = []
+
+            async def reply_lost(self: Ledger, *args: Any, again: bool = False) -> None:
+                attempts.append(again)
+                await written(self, *args, again=again)
+                if not again:
+                    raise LedgerUnavailable from ConnectionResetError()
+
+            monkeypatch.setattr(Ledger, "_append", reply_lost)
+            assert await ledger.append("a", one, version(one))
+            assert attempts == [False, True]
+            assert len((await ledger.versions("a", [one.digest]))[0]) == 1
+            assert [found.key for found in await ledger.session("a", "s")] == [one.key]
