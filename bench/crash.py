@@ -351,6 +351,7 @@ def soak(scratch: Path, minutes: float, streams: int) -> dict[str, Any]:
         "memory_mib_second_quarter": early,
         "memory_mib_last_quarter": late,
         "memory_growth": late / early,
+        "memory_mib_each_30_s": [round(value, 1) for value in memory[::30]],
         "bytes_per_turn": verdict.turn_bytes,
     }
 

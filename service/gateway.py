@@ -40,7 +40,7 @@ from service.web import Service
 
 log = logging.getLogger(__name__)
 
-_GC_THRESHOLDS = (20_000, 20, 100)
+_GC_THRESHOLDS = (20_000, 10, 20)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 EXAMPLES = """\
