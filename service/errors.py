@@ -3,7 +3,8 @@
     ServiceError
     ├── InvalidRequest            400  a field is missing, mistyped, out of range or not supported
     │   ├── ContextTooLong        400  the prompt leaves no room for an answer
-    │   └── BodyTooLarge          413
+    │   ├── BodyTooLarge          413
+    │   └── BodyStalled           408  the client stopped sending within its body
     ├── AuthenticationFailed      401
     ├── NotFound                  404
     ├── MethodNotAllowed          405
@@ -80,6 +81,18 @@ class BodyTooLarge(InvalidRequest):
         super().__init__(
             f"The request body is larger than {limit_bytes} bytes. Send less, or raise --max-body-mib.",
             code="request_too_large",
+        )
+
+
+class BodyStalled(InvalidRequest):
+    """The client stopped sending before the body was complete."""
+
+    status = 408
+
+    def __init__(self, stall_s: float) -> None:
+        super().__init__(
+            f"Nothing more of the request body came for {stall_s:g} s. Send it in one go.",
+            code="request_timeout",
         )
 
 

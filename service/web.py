@@ -1,5 +1,6 @@
 """What every API module needs of HTTP: the service's parts, keys, bodies, and the headers of a turn."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from model.tokenizer import K3Tokenizer
 from service.access import record_of
 from service.engine import Engine
 from service.engine_watch import EngineWatch
-from service.errors import BodyTooLarge
+from service.errors import BodyStalled, BodyTooLarge
 from service.metrics import Metrics
 from service.responses_store import ResponseStore
 from service.runner import TurnRunner
@@ -70,17 +71,29 @@ def authenticate(request: Request) -> Tenant:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises BodyTooLarge as soon as it is known to be longer than what is read."""
-    limit_bytes = service_of(request).max_body_bytes
+    """The whole body.
+
+    Raises BodyTooLarge as soon as it is known to be longer than what is read, BodyStalled when nothing more
+    of it comes for as long as a client may take nothing of an answer.
+    """
+    service = service_of(request)
+    limit_bytes = service.max_body_bytes
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit_bytes:
         raise BodyTooLarge(limit_bytes)
     received = bytearray()
-    async for chunk in request.stream():
-        received += chunk
-        if len(received) > limit_bytes:
-            raise BodyTooLarge(limit_bytes)
-    return bytes(received)
+    chunks = request.stream()
+    try:
+        while True:
+            async with asyncio.timeout(service.stall_s):
+                chunk = await anext(chunks, None)
+            if chunk is None:
+                return bytes(received)
+            received += chunk
+            if len(received) > limit_bytes:
+                raise BodyTooLarge(limit_bytes)
+    except TimeoutError:
+        raise BodyStalled(service.stall_s) from None
 
 
 def turn_headers(prompt: Prompt) -> dict[str, str]:

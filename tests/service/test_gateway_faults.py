@@ -189,6 +189,20 @@ async def test_a_client_that_stops_reading_counts_as_gone(gateway_factory: Gatew
         connection.close()
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_a_client_that_stops_sending_is_told_so(gateway_factory: GatewayFactory, path: str):
+    async with gateway_factory(stall_s=0.2) as gateway:
+
+        async def stalling():
+            yield b'{"messages": '
+            await asyncio.sleep(30)
+
+        answer = await gateway.http.post(path, content=stalling())
+        assert answer.status_code == 408
+        assert "body" in answer.json()["error"]["message"]
+        assert gateway.engine.requests == []
+
+
 async def test_without_a_ledger_turns_are_served(gateway_factory: GatewayFactory, tmp_path: Path):
     server = RedisServer(Role.LEDGER, tmp_path / "own")
     server.start()
