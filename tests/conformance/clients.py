@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 MODEL = "kimi-k3"
 TURNS = 3
@@ -131,12 +131,8 @@ def openai_agents(url: str, session: str, *, responses: bool = False) -> None:
     kind = OpenAIResponsesModel if responses else OpenAIChatCompletionsModel
 
     @function_tool
-    def set_lamp(level: int) -> str:
-        """Set the lamp of the hall.
-
-        Args:
-            level: from 1 to 9.
-        """
+    def set_lamp(room: Literal["hall", "attic"], level: Literal["low", "high"]) -> str:
+        """Set the lamp of a room."""
         return "Done. Now the next room."
 
     agent = Agent(
