@@ -36,7 +36,6 @@ from bench.local_servers import local_gateway, python_server, running
 from bench.raw_client import RawClient
 from bench.stub_engine import MODEL
 from cache_store.servers import RedisServer, Role
-from model import tiny
 from model.encoding import conversation_segments
 from model.state import state_directory
 from model.tokenizer import K3Tokenizer
@@ -262,7 +261,7 @@ def main() -> int:
     parser.add_argument("--no-litellm", action="store_true", help="leave LiteLLM out")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args()
-    model: Path = (args.model or tiny.build(tiny.default_path()).path).absolute()
+    model: Path = (args.model or _tiny_checkpoint()).absolute()
     litellm = None if args.no_litellm else litellm_program()
     with tempfile.TemporaryDirectory(prefix="longhaul-gateway-") as folder:
         report = measure(model, Path(folder), litellm, args.seconds)
@@ -271,6 +270,12 @@ def main() -> int:
     else:
         _show(report)
     return 0
+
+
+def _tiny_checkpoint() -> Path:
+    from model import tiny  # imports torch
+
+    return tiny.build(tiny.default_path()).path
 
 
 def _show(report: Mapping[str, Any]) -> None:
