@@ -9,7 +9,9 @@ other API:
 - system blocks are one leading system message, one block a line;
 - a user message's tool results become tool messages, in their places between the rest;
 - an assistant message's thinking, text and tool uses become reasoning, content and calls of one message;
-- a tool's input is its arguments as JSON.
+- a tool's input is its arguments as JSON;
+- tools with `defer_loading` are declared where a tool result first refers to them, by a system message of
+  K3's own for that, so the head of the prompt stays what it was.
 """
 
 import json
@@ -74,7 +76,7 @@ def read_messages_request(
     `defaults` are for sampling; `turn_of` gives the key of the turn that a signature names, or None.
     """
     reader = _Reader(turn_of)
-    tools = tuple(reader.tool(entry) for entry in fields.entries("tools"))
+    tools = tuple(reader.tools(fields))
     messages = [*reader.system(fields), *reader.messages(fields)]
     tool_choice, single_call = _tool_choice(fields, tools)
     thinking, effort, show_thinking = _thinking(fields)
@@ -108,6 +110,17 @@ class _Reader:
         self.ttl: Retention | None = None
         self._turn_of = turn_of
         self._call_ids: set[str] = set()
+        self._deferred: dict[str, Mapping[str, Any]] = {}
+        self._loaded: list[Mapping[str, Any]] = []
+
+    def tools(self, fields: Fields) -> Iterator[Mapping[str, Any]]:
+        """The tools that are declared from the beginning, as functions of Chat Completions."""
+        for entry in fields.entries("tools"):
+            tool = self._tool(entry)
+            if entry.boolean("defer_loading"):
+                self._deferred[tool["function"]["name"]] = tool
+            else:
+                yield tool
 
     def system(self, fields: Fields) -> Iterator[dict[str, Any]]:
         """The system prompt, if there is one, without Claude Code's billing header."""
@@ -142,8 +155,22 @@ class _Reader:
                 case _:
                     raise entry.error("role", f"must be one of {', '.join(_ROLES)}.")
 
-    def tool(self, tool: Fields) -> Mapping[str, Any]:
-        """A tool as a function of Chat Completions."""
+    def cache_control(self, entry: Fields) -> None:
+        """Note how long this block's prefix is to be kept.
+
+        Without a `ttl` it is a mark that agents set on every request, and no wish to have anything dropped
+        after five minutes: it counts as `5m` in the usage, and the service keeps what it always keeps.
+        """
+        control = entry.nested("cache_control")
+        if control is None:
+            return
+        control.string("type", choices=("ephemeral",))
+        ttl = control.string("ttl", choices=("5m", "1h"))
+        self.retention = "1h" if ttl == "1h" or self.retention == "1h" else "5m"
+        if ttl is not None:
+            self.ttl = self.retention
+
+    def _tool(self, tool: Fields) -> Mapping[str, Any]:
         kind = tool.string("type")
         if kind is not None and kind != "custom":
             raise tool.error(
@@ -161,21 +188,6 @@ class _Reader:
         self.cache_control(tool)
         return {"type": "function", "function": function}
 
-    def cache_control(self, entry: Fields) -> None:
-        """Note how long this block's prefix is to be kept.
-
-        Without a `ttl` it is a mark that agents set on every request, and no wish to have anything dropped
-        after five minutes: it counts as `5m` in the usage, and the service keeps what it always keeps.
-        """
-        control = entry.nested("cache_control")
-        if control is None:
-            return
-        control.string("type", choices=("ephemeral",))
-        ttl = control.string("ttl", choices=("5m", "1h"))
-        self.retention = "1h" if ttl == "1h" or self.retention == "1h" else "5m"
-        if ttl is not None:
-            self.ttl = self.retention
-
     def _user(self, entry: Fields) -> Iterator[dict[str, Any]]:
         content = entry.values.get("content")
         if content is None or isinstance(content, str):
@@ -190,7 +202,9 @@ class _Reader:
                     parts = []
                 yield self._tool_result(block)
             else:
+                yield from self._declaration()
                 parts.append({"type": "text", "text": self._text(block)})
+        yield from self._declaration()
         if parts or not blocks:
             yield {"role": "user", "content": parts}
 
@@ -203,7 +217,20 @@ class _Reader:
             )
         block.boolean("is_error")
         self.cache_control(block)
-        return {"role": "tool", "tool_call_id": id, "content": self._parts(block)}
+        return {"role": "tool", "tool_call_id": id, "content": self._parts(block, references=True)}
+
+    def _declaration(self) -> Iterator[dict[str, Any]]:
+        """The tools that results have referred to since the last time."""
+        if self._loaded:
+            yield {"role": "system", "content": "", "tools": self._loaded}
+            self._loaded = []
+
+    def _reference(self, block: Fields) -> str:
+        """What stands for a reference to a tool, which is declared after the results if it was deferred."""
+        name = block.required_string("tool_name")
+        if (tool := self._deferred.pop(name, None)) is not None:
+            self._loaded.append(tool)
+        return f"{name}\n"
 
     def _assistant(self, entry: Fields) -> dict[str, Any]:
         content = entry.values.get("content")
@@ -244,11 +271,15 @@ class _Reader:
         self._call_ids.add(id)
         return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
-    def _parts(self, entry: Fields) -> str | list[dict[str, Any]]:
+    def _parts(self, entry: Fields, *, references: bool = False) -> str | list[dict[str, Any]]:
         content = entry.values.get("content")
         if content is None or isinstance(content, str):
             return content or ""
-        return [{"type": "text", "text": self._text(block)} for block in entry.entries("content")]
+        parts: list[dict[str, Any]] = []
+        for block in entry.entries("content"):
+            refers = references and block.string("type") == "tool_reference"
+            parts.append({"type": "text", "text": self._reference(block) if refers else self._text(block)})
+        return parts
 
     def _text(self, block: Fields) -> str:
         kind = block.required_string("type")

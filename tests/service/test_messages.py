@@ -204,6 +204,38 @@ async def test_tools_results_and_systems_become_what_chat_would_send(gateway: Ga
     assert over_messages == over_chat
 
 
+async def test_deferred_tools_are_declared_where_they_are_found(gateway: Gateway):
+    """The head stays what it was, so the turn before is continued."""
+    search = {"name": "ToolSearch", "input_schema": {"type": "object"}}
+    deferred = [
+        {"name": name, "input_schema": {"type": "object", "title": f"of {name}"}, "defer_loading": True}
+        for name in ("fly", "swim", "dig")
+    ]
+    call = {"id": "x", "type": "function", "function": {"name": "ToolSearch", "arguments": "{}"}}
+    gateway.engine.script = gateway.engine.reply({"content": "", "tool_calls": [call]})
+    messages: list[Any] = [*USER]
+    for names in (("fly",), ("fly", "swim")):
+        answer = await ask(gateway, messages=messages, tools=[search, *deferred])
+        found = [{"type": "tool_reference", "tool_name": name} for name in names]
+        id = answer.json()["content"][-1]["id"]
+        result = {"type": "tool_result", "tool_use_id": id, "content": found}
+        more = {"type": "text", "text": "go on"}
+        messages += [
+            {"role": "assistant", "content": answer.json()["content"]},
+            {"role": "user", "content": [result, more]},
+        ]
+    answer = await ask(gateway, messages=messages, tools=[search, *deferred])
+    first, second, third = (request["input_ids"] for request in gateway.engine.requests)
+    assert second[: len(first)] == first
+    assert third[: len(second)] == second
+    assert "x-longhaul-divergence" not in answer.headers
+    before, after = (gateway.engine.tokenizer.decode(ids) for ids in (first, third))
+    assert "of fly" not in before
+    assert after.count("of fly") == after.count("of swim") == 1
+    assert "of dig" not in after
+    assert after.index("of fly") < after.index("go on") < after.index("of swim")
+
+
 async def test_a_session_goes_on_over_the_other_api(gateway: Gateway):
     gateway.engine.script = gateway.engine.reply(CALL)
     text = "Look, and tell me what there is."
