@@ -190,7 +190,7 @@ class Habits:
         template = templates.get(item["type"])
         if template is None:  # there was none in the recorded answer
             return item
-        kept = {name: item.get(name, recorded) for name, recorded in template.items()}
+        kept = {name: item.get(name) for name, recorded in template.items() if name in item or not recorded}
         if item["type"] == "function_call":
             kept["call_id"] = self._id(item["call_id"])
             kept["arguments"] = self._arguments(item["arguments"], template["arguments"])
