@@ -12,7 +12,7 @@ import orjson
 from service.channels import CallArguments, CallEnd, CallStart, ChannelEvent, ReasoningDelta, TextDelta
 from service.conversation import Completion, ToolCall, Usage
 from service.errors import ContextTooLong, EngineOverloaded, ServiceError
-from service.messages_request import Retention
+from service.messages_conversation import Retention
 from service.reader import Step
 from service.stream import named_event
 
