@@ -38,7 +38,7 @@ engine: setup ## The tests that boot the real engine on this CPU
 conformance: setup ## Real clients (uv and npm) against the service; installs them into .state/conformance
 	$(UV) venv --quiet --allow-existing --python 3.11 .state/conformance
 	$(UV) pip install --quiet --python .state/conformance/bin/python -r tests/conformance/requirements.txt
-	cp tests/conformance/package.json .state/conformance/
+	cp tests/conformance/package.json tests/conformance/ai_sdk.mjs .state/conformance/
 	npm install --prefix .state/conformance --no-fund --no-audit --silent
 	$(RUN) pytest -m conformance
 

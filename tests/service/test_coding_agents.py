@@ -1,4 +1,4 @@
-"""Claude Code, Codex and opencode themselves, each in three turns with its own tools, and then once more.
+"""Claude Code, Codex, opencode and the AI SDK themselves, each in three turns with its own tools.
 
 Their prompts are longer than the tiny model's context, and a random model would not call their tools: so the
 engine is the stand-in, and what is tested is everything before it. `make conformance` installs the agents;
@@ -28,6 +28,7 @@ TOOLS: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "Bash": lambda command: {"command": command, "description": "say it"},
     "bash": lambda command: {"command": command, "description": "say it"},
     "exec_command": lambda command: {"cmd": command},
+    "set_lamp": lambda command: {"room": command, "level": 3},
 }
 
 
@@ -112,21 +113,37 @@ async def test_an_agent_keeps_its_prefix(
         assert "All done." in output
         output = await run(agent, gateway, tmp_path, "and now say goodbye", again=True)
         assert "All done." in output
-        prompts = [
-            request["input_ids"]
-            for request in gateway.engine.requests
-            if "tool-declare" in gateway.engine.tokenizer.decode(request["input_ids"][:20])
-        ]
-        assert len(prompts) == TURNS + 1
-        answers = await sampled(gateway, prompts)
+        prompts, answers = await exchanged(gateway, TURNS + 1)
         version = await run(agent, gateway, tmp_path, "--version", again=None)
         api = {"claude_code": "Messages", "codex": "Responses", "opencode": "Chat"}[agent.__name__]
         continued = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)][:-1]
         cells = [f"{agent.__name__} {version.strip()}", api, listed(map(len, prompts)), listed(continued)]
         table.append(f"| {' | '.join(cells)} |")
-        for before, answer, after in zip(prompts, answers, prompts[1:], strict=False):
-            assert after[: len(before) + len(answer)] == before + answer
-        assert await gateway.metric("longhaul_divergences_total") == 0
+
+
+@pytest.mark.parametrize("mode", ["stream", "whole"])
+async def test_the_ai_sdk_keeps_its_prefix(gateway: Gateway, mode: str):
+    gateway.engine.script = calling_twice(gateway.engine)
+    script = BINARIES.parent.parent / "ai_sdk.mjs"
+    assert script.exists(), "the AI SDK is not installed: run `make conformance`"
+    output = await execute(["node", str(script), gateway.url, mode], script.parent, {})
+    assert output.endswith("All done.")
+    await exchanged(gateway, TURNS)
+
+
+async def exchanged(gateway: Gateway, turns: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The prompts that declare tools, and what was sampled for them; each must extend what was before."""
+    prompts = [
+        request["input_ids"]
+        for request in gateway.engine.requests
+        if "tool-declare" in gateway.engine.tokenizer.decode(request["input_ids"][:20])
+    ]
+    assert len(prompts) == turns
+    answers = await sampled(gateway, prompts)
+    for before, answer, after in zip(prompts, answers, prompts[1:], strict=False):
+        assert after[: len(before) + len(answer)] == before + answer
+    assert await gateway.metric("longhaul_divergences_total") == 0
+    return prompts, answers
 
 
 def listed(numbers: Iterable[int]) -> str:
@@ -140,10 +157,12 @@ async def run(agent: Any, gateway: Gateway, directory: Path, words: str, *, agai
         arguments = []
     path = BINARIES / binary
     assert path.exists(), f"{binary} is not installed: run `make conformance`"
+    return await execute([str(path), *arguments, words], directory, environment)
+
+
+async def execute(command: list[str], directory: Path, environment: Mapping[str, str]) -> str:
     process = await asyncio.create_subprocess_exec(
-        path,
-        *arguments,
-        words,
+        *command,
         cwd=directory,
         env={"PATH": os.environ["PATH"], "HOME": str(directory), "NO_PROXY": "*", **environment},
         stdin=asyncio.subprocess.DEVNULL,
