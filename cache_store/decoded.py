@@ -5,6 +5,7 @@ is not found here either.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Final
 
 from cache_store.turn import Turn, TurnFormatError, decode_turn
@@ -45,6 +46,11 @@ class DecodedTurns:
         while self._held_bytes > self._budget_bytes:
             self._forget(next(iter(self._turns)))
         return turn
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Leave nothing of these turns in memory."""
+        for key in keys:
+            self._forget(key)
 
     def _forget(self, key: str) -> None:
         if (held := self._turns.pop(key, None)) is not None:

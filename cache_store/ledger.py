@@ -283,6 +283,7 @@ class Ledger:
                 [f"{kind}:{key}" for key in keys for kind in "tr"],
                 lambda pipe, places=places, entries=entries: _unlist(pipe, name, entries, places),
             )
+            self._decoded.forget(keys)
             erased += sum(value.startswith("t:") for value in removed)
 
     async def stored_bytes(self, tenant: str) -> int:

@@ -375,6 +375,7 @@ async def test_a_session_is_erased_as_a_whole_and_alone(server: RedisServer) -> 
         for key in (mine[0].key, mine[-1].key, theirs[0].key):
             assert await ledger.put_document(tenant, key, {"text": "x"})
         assert await ledger.erase_session(tenant, "mine") == len(mine)
+        assert not {one.key for one in mine} & ledger._decoded._turns.keys()  # pyright: ignore[reportPrivateUsage]
         assert await ledger.session(tenant, "mine") == []
         with redis_at(server) as client:
             names = list(client.scan_iter(f"longhaul:turns:{tenant}:*"))
