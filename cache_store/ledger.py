@@ -7,8 +7,7 @@
     longhaul:stored:TENANT:...       how many bytes those of t and r are (cache_store.stored_bytes)
     longhaul:secrets:NAME            32 random bytes, made when they are first asked for; they never expire
 
-TENANT is percent-encoded (RFC 3986). A version is 56 bytes: key 16, parent 16 (zeros: none), digest of the
-assistant message's reasoning 8, of the last call ids 8, of the session's name 8.
+TENANT is percent-encoded (RFC 3986), versions are those of `cache_store.version`.
 
 A turn and its list entries are written in one MULTI, so a turn is there as a whole or not at all. Looking up
 a conversation takes two round trips, whatever its length: the versions of all its prefixes, then the turns of
@@ -22,11 +21,9 @@ late reply would be taken for that of the next command.
 import asyncio
 import hashlib
 import secrets
-import struct
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Final, cast
 from urllib.parse import quote
 
@@ -40,7 +37,8 @@ from cache_store import stored_bytes
 from cache_store.decoded import DEFAULT_BUDGET_BYTES, DecodedTurns
 from cache_store.document import DocumentFormatError, decode_document, encode_document
 from cache_store.retention import TtlClass
-from cache_store.turn import KEY_BYTES, NO_PARENT, Turn, encode_turn
+from cache_store.turn import KEY_BYTES, Turn, encode_turn
+from cache_store.version import VERSION_BYTES, Ancestor, Version, pack_version, unpack_version
 
 VERSIONS_KEPT: Final = 64
 DEFAULT_TTL_S: Final = 7 * 86_400
@@ -52,7 +50,6 @@ for place, key in ipairs(KEYS) do lists[place] = redis.call('LRANGE', key, 0, AR
 return lists
 """
 """One command for all lists of a conversation: one for each costs the client more than anything else."""
-_VERSION: Final = struct.Struct("<16s16s8s8s8s")
 _CONNECTIONS: Final = 64
 SECRET_BYTES: Final = 32
 _RETRY_PAUSE_S: Final = 0.1
@@ -64,35 +61,9 @@ class LedgerUnavailable(Exception):
     """Redis gave no answer in time, or an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class Version:
-    """One of the turns that end at a visible digest. Digests are 8 bytes, keys 16 bytes in hex."""
-
-    key: str
-    parent: str | None
-    reasoning: bytes
-    call_ids: bytes
-    session: bytes
-
-
 def new_key() -> str:
     """A key for a turn: unguessable, 16 bytes in hex."""
     return secrets.token_hex(KEY_BYTES)
-
-
-@dataclass(frozen=True, slots=True)
-class Ancestor:
-    """A turn on the path of another, as far as its time to live goes."""
-
-    key: str
-    digest: bytes
-    session: str
-    ttl: TtlClass | None
-
-    @classmethod
-    def of(cls, turn: Turn) -> "Ancestor":
-        """The ancestor that a turn is."""
-        return cls(turn.key, turn.digest, turn.session, turn.ttl)
 
 
 class Ledger:
@@ -155,7 +126,7 @@ class Ledger:
             return []
         async with _faults(self._deadline_s):
             lists = cast("list[list[bytes]]", await self._read_lists(keys=keys, args=[VERSIONS_KEPT - 1]))
-        return [[_unpack(data) for data in entries if len(data) == _VERSION.size] for entries in lists]
+        return [[unpack_version(data) for data in entries if len(data) == VERSION_BYTES] for entries in lists]
 
     async def turns(self, tenant: str, keys: Sequence[str]) -> list[Turn | None]:
         """The turns with these keys, None for each that is gone or damaged; one round trip."""
@@ -219,7 +190,7 @@ class Ledger:
                 return
             pipe.set(f"{prefix}t:{turn.key}", data, ex=ttl_s)
             self._count(pipe, tenant, f"t:{turn.key}", len(data), ttl_s)
-            self._list(pipe, f"{prefix}d:{turn.digest.hex()}", _pack(version), newest_first=True)
+            self._list(pipe, f"{prefix}d:{turn.digest.hex()}", pack_version(version), newest_first=True)
             if turn.session:
                 name = f"{prefix}s:{_session_digest(turn.session)}"
                 self._list(pipe, name, bytes.fromhex(turn.key), newest_first=False)
@@ -381,21 +352,6 @@ def _prefix(tenant: str) -> str:
 
 def _session_digest(session: str) -> str:
     return hashlib.blake2b(session.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def _pack(version: Version) -> bytes:
-    return _VERSION.pack(
-        bytes.fromhex(version.key),
-        bytes.fromhex(version.parent) if version.parent else NO_PARENT,
-        version.reasoning,
-        version.call_ids,
-        version.session,
-    )
-
-
-def _unpack(data: bytes) -> Version:
-    key, parent, reasoning, call_ids, session = _VERSION.unpack(data)
-    return Version(key.hex(), None if parent == NO_PARENT else parent.hex(), reasoning, call_ids, session)
 
 
 def _decode_document(key: str, data: bytes | None) -> dict[str, Any] | None:

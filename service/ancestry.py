@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cache_store.ledger import Ledger, LedgerUnavailable, Version
+from cache_store.ledger import Ledger, LedgerUnavailable
 from cache_store.turn import Turn
+from cache_store.version import Version
 from service import marks
 from service.conversation import Message
 from service.digest import NO_REASONING, SHORT_BYTES, Chain, call_ids_digest, label_digest

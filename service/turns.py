@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cache_store.ledger import Ancestor, Ledger, LedgerUnavailable, Version, new_key
+from cache_store.ledger import Ledger, LedgerUnavailable, new_key
 from cache_store.retention import TtlClass
 from cache_store.turn import Turn
+from cache_store.version import Ancestor, Version
 from model.tokenizer import K3Tokenizer
 from service import marks
 from service.ancestry import AncestorSearch, Ancestry

@@ -8,9 +8,10 @@ import redis
 
 from bench.crash import Ended, Verdict, judge, unrecorded
 from bench.stub_engine import prompt_digest
-from cache_store.ledger import Ledger, Version, new_key
+from cache_store.ledger import Ledger, new_key
 from cache_store.servers import RedisServer, Role
 from cache_store.turn import DIGEST_BYTES, MARK_BYTES, SHORT_BYTES, Turn
+from cache_store.version import Version
 from service.tenants import DEFAULT_TENANT
 
 SHORT = bytes(SHORT_BYTES)

@@ -17,15 +17,14 @@ from cache_store.ledger import (
     SECRET_BYTES,
     SESSION_TURNS_READ,
     VERSIONS_KEPT,
-    Ancestor,
     Ledger,
     LedgerUnavailable,
-    Version,
     new_key,
 )
 from cache_store.retention import TtlClass
 from cache_store.servers import RedisServer, Role
 from cache_store.turn import DIGEST_BYTES, MARK_BYTES, SHORT_BYTES, Turn
+from cache_store.version import Ancestor, Version
 
 
 @pytest.fixture(scope="module")
