@@ -86,8 +86,8 @@ def measure(folder: Path) -> dict[str, Any]:
             for count in RANKS:
                 alone, shared = (ranks(url, count, shared=sharing) for sharing in (False, True))
                 found["ranks"][f"{transport}, {count}"] = {
-                    "each_s": round(each, 3),
-                    "shared_s": round(once, 3),
+                    "each_s": round(alone, 3),
+                    "shared_s": round(shared, 3),
                 }
                 print(
                     f"{transport}, {count} ranks: each all {alone:.3f} s, each its part {shared:.3f} s",
