@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="PATH",
-        help="trace files (Weka .json, .jsonl) or folders of them",
+        help="trace files or folders of them, in any format that `longhaul trace` reads",
     )
     add("--url", default="http://127.0.0.1:8000", help="the endpoint's root (default: %(default)s)")
     add("--model", help="the model's name (default: the first that the endpoint lists)")

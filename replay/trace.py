@@ -69,15 +69,18 @@ class Session:
     """One session: the root agent first, every parent before its children.
 
     With `shared_blocks` a block id means the same tokens in every session of a run, else only in this one.
+    `arrival_s` is when the session began, in seconds from the start of its trace, 0 where that is not told.
     """
 
     name: str
     block_tokens: int
     agents: tuple[Agent, ...]
     shared_blocks: bool = False
+    arrival_s: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.block_tokens >= 1, self.block_tokens
+        assert math.isfinite(self.arrival_s), self.arrival_s
         assert self.agents and self.agents[0].parent is None
         for index, agent in enumerate(self.agents):
             assert index == 0 or (agent.parent is not None and agent.parent < index), agent.name

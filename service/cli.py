@@ -28,6 +28,7 @@ COMMANDS: dict[str, Command] = {
     "draft": Command("speculative.command", "build a DSpark draft checkpoint"),
     "store": Command("cache_store.command", "look at what engines have stored, and remove it"),
     "replay": Command("replay.command", "replay agent traces against an endpoint"),
+    "trace": Command("replay.trace_command", "look at agent traces, and convert logs into them"),
     "doctor": Command("service.doctor", "check this machine and say what to do about each failure"),
 }
 

@@ -1,6 +1,6 @@
 """The Weka format: one JSON object per session, as callanjfox/kv-cache-tester writes it.
 
-`{id, block_size, hash_id_scope, tool_tokens, system_tokens, requests: [...]}`; a request is
+`{id, block_size, hash_id_scope, tool_tokens, system_tokens, arrival_s, requests: [...]}`; a request is
 `{t, type: "n" | "s", in, out, hash_ids, api_time}` or a sub-agent
 `{t, type: "subagent", agent_id, duration_ms, tool_tokens, system_tokens, requests: [...]}`.
 `t` is in seconds from the session's start; inside a sub-agent from the sub-agent's start (kv-cache-tester)
@@ -11,57 +11,16 @@ Who waits for whom is read as AgentX reads it: a sub-agent starts after the requ
 the first later request of the parent that began when the sub-agent had ended waits for it.
 """
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from replay.errors import TraceError
+from replay.formats.base import Entry
 from replay.trace import Agent, Request, Session
 
 JOIN_TOLERANCE_S = 1e-6
 MODEL_CALLS = ("n", "s")
 SUBAGENT = "subagent"
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One JSON object of the file and where it stands, for errors that name it."""
-
-    path: Path
-    where: str
-    values: dict[str, Any]
-
-    def error(self, name: str, problem: str) -> TraceError:
-        return TraceError(self.path, f"{self.where}.{name}" if self.where else name, problem)
-
-    def child(self, name: str, index: int, value: Any) -> "_Entry":
-        where = f"{self.where}.{name}[{index}]" if self.where else f"{name}[{index}]"
-        if not isinstance(value, dict):
-            raise TraceError(self.path, where, f"must be an object, is {type(value).__name__}")
-        return _Entry(self.path, where, cast("dict[str, Any]", value))
-
-    def integer(self, name: str, *, default: int | None = None, least: int = 0) -> int:
-        value = self.values.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.error(name, f"must be an integer of at least {least}, is {value!r}")
-        return value
-
-    def seconds(self, name: str, *, default: float | None = None) -> float:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise self.error(name, f"must be a number of seconds, is {value!r}")
-        return float(value)
-
-    def list(self, name: str) -> list[Any]:
-        value = self.values.get(name)
-        if not isinstance(value, list):
-            raise self.error(name, f"must be a list, is {type(value).__name__}")
-        return cast("list[Any]", value)
-
-    def head_tokens(self) -> int:
-        return self.integer("tool_tokens", default=0) + self.integer("system_tokens", default=0)
 
 
 @dataclass(slots=True)
@@ -73,7 +32,7 @@ class _Reader:
 
     def conversation(
         self,
-        entry: _Entry,
+        entry: Entry,
         *,
         name: str,
         offset_s: float,
@@ -89,7 +48,7 @@ class _Reader:
         index = len(self.agents)
         self.agents.append(None)
         requests: list[tuple[int, Request]] = []
-        children: list[tuple[int, _Entry]] = []
+        children: list[tuple[int, Entry]] = []
         for number, value in enumerate(entry.list("requests")):
             item = entry.child("requests", number, value)
             kind = item.values.get("type")
@@ -107,7 +66,7 @@ class _Reader:
         spawned_after, siblings = position
         self.agents[index] = Agent(
             name=name,
-            head_tokens=entry.head_tokens(),
+            head_tokens=_head_tokens(entry),
             requests=tuple(ordered),
             start_s=start_s,
             end_s=end_s,
@@ -120,7 +79,7 @@ class _Reader:
             self._subagent(child, index, offset_s, (max(before, default=None), ordered))
 
     def _subagent(
-        self, entry: _Entry, parent: int, offset_s: float, position: tuple[int | None, list[Request]]
+        self, entry: Entry, parent: int, offset_s: float, position: tuple[int | None, list[Request]]
     ) -> None:
         start_s = offset_s + entry.seconds("t")
         inner = [
@@ -141,20 +100,21 @@ class _Reader:
             position=position,
         )
 
-    def _request(self, entry: _Entry, offset_s: float) -> Request:
+    def _request(self, entry: Entry, offset_s: float) -> Request:
         input_tokens = entry.integer("in", least=1)
-        blocks = entry.list("hash_ids") if "hash_ids" in entry.values else []
-        for number, block in enumerate(blocks):
-            if not isinstance(block, int) or isinstance(block, bool):
-                raise entry.error(f"hash_ids[{number}]", f"must be an integer, is {block!r}")
+        blocks = entry.integers("hash_ids")
         return Request(
             start_s=offset_s + entry.seconds("t"),
             service_s=max(0.0, entry.seconds("api_time", default=0.0)),
             input_tokens=input_tokens,
             output_tokens=entry.integer("out"),
             # A recorder may give the last, partial block an id too: only full blocks have known tokens.
-            blocks=tuple(cast("list[int]", blocks)[: input_tokens // self.block_tokens]),
+            blocks=tuple(blocks[: input_tokens // self.block_tokens]),
         )
+
+
+def _head_tokens(entry: Entry) -> int:
+    return entry.integer("tool_tokens", default=0) + entry.integer("system_tokens", default=0)
 
 
 def _joined_before(siblings: list[Request], spawned_after: int | None, end_s: float) -> int | None:
@@ -166,7 +126,7 @@ def _joined_before(siblings: list[Request], spawned_after: int | None, end_s: fl
 
 
 class WekaFormat:
-    """Reads one Weka trace."""
+    """Reads and writes Weka traces; `arrival_s`, when the session began, is an addition of ours."""
 
     name = "weka"
 
@@ -174,23 +134,87 @@ class WekaFormat:
         """An object with a block size and requests."""
         return isinstance(document, dict) and "requests" in document and "block_size" in document
 
-    def read(self, document: Any, path: Path, where: str) -> Session:
-        """The session in the document. Raises TraceError."""
-        entry = _Entry(path, where, document)
-        scope = entry.values.get("hash_id_scope", "local")
-        if scope not in ("local", "global"):
-            raise entry.error("hash_id_scope", f"must be local or global, is {scope!r}")
-        reader = _Reader(block_tokens=entry.integer("block_size", least=1))
-        reader.conversation(entry, name="root", offset_s=0.0)
-        agents = [agent for agent in reader.agents if agent is not None]
-        if not any(agent.requests for agent in agents):
-            raise entry.error("requests", "holds no model call")
-        return Session(
-            name=str(entry.values.get("id") or path.stem),
-            block_tokens=reader.block_tokens,
-            agents=tuple(agents),
-            shared_blocks=scope == "global",
-        )
+    def read(self, entries: Iterator[Entry], *, in_folder: bool) -> Iterator[Session]:
+        """A session from each document. Raises TraceError."""
+        return map(_session, entries)
+
+
+def weka_document(session: Session) -> dict[str, Any]:
+    """The session as a Weka object; reading it gives an equal session.
+
+    Equal but for sub-agents without requests, and for waits that the format has no room for: it derives them
+    from the recorded times.
+    """
+
+    def entries(index: int, offset_s: float) -> list[dict[str, Any]]:
+        agent = session.agents[index]
+        listed: list[dict[str, Any]] = []
+        for number in (None, *range(len(agent.requests))):
+            if number is not None:
+                request = agent.requests[number]
+                listed.append(
+                    {
+                        "t": request.start_s - offset_s,
+                        "type": "s",
+                        "in": request.input_tokens,
+                        "out": request.output_tokens,
+                        "hash_ids": list(request.blocks),
+                        "api_time": request.service_s,
+                    }
+                )
+            for place, child in enumerate(session.agents):
+                if child.parent == index and child.spawned_after == number:
+                    start_s = child.start_s - offset_s
+                    inner_s = _first_start_s(session, place) - child.start_s
+                    # Times that would be taken for absolute ones are written as such.
+                    inner_offset_s = child.start_s if inner_s + JOIN_TOLERANCE_S < start_s else offset_s
+                    listed.append(
+                        {
+                            "t": start_s,
+                            "type": SUBAGENT,
+                            "agent_id": child.name,
+                            "duration_ms": (child.end_s - child.start_s) * 1000,
+                            "tool_tokens": 0,
+                            "system_tokens": child.head_tokens,
+                            "requests": entries(place, inner_offset_s),
+                        }
+                    )
+        return listed
+
+    return {
+        "id": session.name,
+        "block_size": session.block_tokens,
+        "hash_id_scope": "global" if session.shared_blocks else "local",
+        "tool_tokens": 0,
+        "system_tokens": session.agents[0].head_tokens,
+        "arrival_s": session.arrival_s,
+        "requests": entries(0, 0.0),
+    }
+
+
+def _first_start_s(session: Session, index: int) -> float:
+    """When the first request of an agent or of a sub-agent listed in it begins, in the sense of its list."""
+    starts = [request.start_s for request in session.agents[index].requests]
+    starts += [agent.start_s for agent in session.agents if agent.parent == index]
+    return min(starts, default=session.agents[index].start_s)
+
+
+def _session(entry: Entry) -> Session:
+    scope = entry.values.get("hash_id_scope", "local")
+    if scope not in ("local", "global"):
+        raise entry.error("hash_id_scope", f"must be local or global, is {scope!r}")
+    reader = _Reader(block_tokens=entry.integer("block_size", least=1))
+    reader.conversation(entry, name="root", offset_s=0.0)
+    agents = [agent for agent in reader.agents if agent is not None]
+    if not any(agent.requests for agent in agents):
+        raise entry.error("requests", "holds no model call")
+    return Session(
+        name=str(entry.values.get("id") or entry.path.stem),
+        block_tokens=reader.block_tokens,
+        agents=tuple(agents),
+        arrival_s=entry.seconds("arrival_s", default=0.0),
+        shared_blocks=scope == "global",
+    )
 
 
 WEKA = WekaFormat()
