@@ -1,26 +1,31 @@
-"""`longhaul model eval`: held-out episodes through the gateway, by the openai package."""
+"""`longhaul model eval`: held-out episodes through the gateway, by the openai package.
+
+In an episode the names of all look-up tools begin with one verb (`get_river`, `get_pine`), unless mixed ones
+are asked for.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from model.evaluation.player import Conversation, Counts, Judgement, Tally, fact_of
 from model.evaluation.server import Endpoints, ServerFailure, serving
-from model.tasks import lookups, talk
-from model.tasks.environment import Environment
+from model.tasks import lexicon, lookups, talk
+from model.tasks.environment import Environment, World
 from model.tasks.lexicon import Split
 from model.tasks.session import Session
-from model.tasks.task import Fact
+from model.tasks.task import Fact, Task
 from model.tasks.world import draw
 
 if TYPE_CHECKING:
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S: Final = 300.0
 _MOST_TASKS: Final = 4
+_TOLD_EVERY: Final = 20
 
 
 def add_arguments(actions: Any) -> None:
@@ -42,14 +48,19 @@ def add_arguments(actions: Any) -> None:
     )
     parser.add_argument("--url", help="a running gateway instead, such as http://127.0.0.1:8000")
     parser.add_argument("--engine-url", help="the engine behind it, for what is lost without the ledger")
-    parser.add_argument("--episodes", type=int, default=48, help="short ones (default: %(default)s)")
+    parser.add_argument("--episodes", type=int, default=40, help="short ones (default: %(default)s)")
     parser.add_argument(
-        "--sessions", type=int, default=8, help="long ones, for recall (default: %(default)s)"
+        "--sessions", type=int, default=6, help="long ones, for recall (default: %(default)s)"
     )
     parser.add_argument(
         "--turns", type=int, default=40, help="between fact and question (default: %(default)s)"
     )
-    parser.add_argument("--parallel", type=int, default=6, help="at once (default: %(default)s)")
+    parser.add_argument(
+        "--mixed-verbs",
+        action="store_true",
+        help="let every look-up tool's name begin with a verb of its own (get_, fetch_, find_ ...)",
+    )
+    parser.add_argument("--parallel", type=int, default=8, help="at once (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the episodes (default: %(default)s)")
     parser.add_argument("--failures", type=Path, metavar="FILE", help="write failed tasks there, one a line")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -102,17 +113,20 @@ def evaluate(at: Endpoints, args: argparse.Namespace) -> dict[str, Any]:
         OpenAI(base_url=f"{url}/v1", api_key="none", timeout=_TIMEOUT_S, max_retries=0)
         for url in (at.gateway, at.engine)
     )
+    progress = Progress()
     work: list[Callable[[], _Episode]] = []
     for n in range(args.sessions):  # long ones first
-        work.append(lambda n=n: _long(gateway, engine, Random(f"{args.seed}/long/{n}"), args.turns))
+        rng = Random(f"{args.seed}/long/{n}")
+        work.append(_Long(gateway, engine, rng, args.turns, _verbs(rng, args), progress).play)
+        progress.tasks += args.turns + len(_TOLD)
     for n in range(args.episodes):
-        work.append(lambda n=n: _short(gateway, Random(f"{args.seed}/short/{n}")))
-    episodes: list[_Episode] = []
+        rng = Random(f"{args.seed}/short/{n}")
+        session = Session.draw(rng, Split.HELD_OUT, _verbs(rng, args))
+        tasks = rng.randrange(1, _MOST_TASKS + 1)
+        work.append(lambda session=session, tasks=tasks: _short(gateway, session, tasks, progress))
+        progress.tasks += tasks
     with ThreadPoolExecutor(args.parallel) as pool:
-        for number, episode in enumerate(pool.map(_call, work), 1):
-            episodes.append(episode)
-            right = all(judgement.is_right for judgement in episode.judgements)
-            print(f"{number}/{len(work)} {'right' if right else 'wrong'}", file=sys.stderr, flush=True)
+        episodes = list(pool.map(_call, work))
     if args.failures is not None:
         failed = [j for episode in episodes for j in episode.judgements if not j.is_right]
         lines = (json.dumps({"kind": j.kind, "answer": j.answer, "reasoning": j.reasoning}) for j in failed)
@@ -120,45 +134,87 @@ def evaluate(at: Endpoints, args: argparse.Namespace) -> dict[str, Any]:
     return _summary(episodes[args.sessions :], episodes)
 
 
+def _verbs(rng: Random, args: argparse.Namespace) -> Sequence[str]:
+    return lexicon.VERBS if args.mixed_verbs else (rng.choice(lexicon.VERBS),)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Tasks to play and played, told on standard error now and then."""
+
+    tasks: int = 0
+    played: int = 0
+    right: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, judgement: Judgement) -> None:
+        """Count one; for several threads."""
+        with self._lock:
+            self.played += 1
+            self.right += judgement.is_right
+            if self.played % _TOLD_EVERY == 0 or self.played == self.tasks:
+                line = f"{self.played} of {self.tasks} tasks played, {self.right} right"
+                print(line, file=sys.stderr, flush=True)
+
+
 def _call(play: Callable[[], _Episode]) -> _Episode:
     return play()
 
 
-def _short(client: OpenAI, rng: Random) -> _Episode:
-    session = Session.draw(rng, Split.HELD_OUT)
+def _short(client: OpenAI, session: Session, tasks: int, progress: Progress) -> _Episode:
     conversation = Conversation(client, session.environment)
     judgements: list[Judgement] = []
-    for _ in range(rng.randrange(1, _MOST_TASKS + 1)):
+    for _ in range(tasks):
         task = session.next_task()
         judgement = conversation.play(task)
+        progress.add(judgement)
         session.keep(fact_of(task, judgement))
         judgements.append(judgement)
     return _Episode(judgements, conversation.counts, [])
 
 
-def _long(client: OpenAI, engine: OpenAI, rng: Random, turns: int) -> _Episode:
+_TOLD: Final = (talk.secret, talk.remember, lookups.lookup, talk.secret)
+_BETWEEN: Final = (talk.small_talk, talk.repeat, talk.remember, lookups.lookup)
+
+
+@dataclass(slots=True)
+class _Long:
     """Facts told, looked up and chosen in secret; `turns` turns of other things; then the questions."""
-    world = draw(rng, Split.HELD_OUT)
-    conversation = Conversation(client, Environment(world))
-    judgements: list[Judgement] = []
-    facts: list[Fact] = []
-    for family in (talk.secret, talk.remember, lookups.lookup, talk.secret):
-        task = family(rng, world, Split.HELD_OUT)
-        judgements.append(conversation.play(task))
-        if (fact := fact_of(task, judgements[-1])) is not None:
-            facts.append(fact)
-    others = (talk.small_talk, talk.repeat, talk.remember, lookups.lookup)
-    asked = {fact.question for fact in facts}
-    for _ in range(turns):
-        while (task := rng.choice(others)(rng, world, Split.HELD_OUT)).fact and task.fact.question in asked:
-            pass
-        judgements.append(conversation.play(task))
-    recalled: list[tuple[bool, bool, bool]] = []
-    for fact in facts:
-        question = {"role": "user", "content": fact.question}
-        found = [conversation.request(at, [question]).content or "" for at in (client, engine)]
-        recalled.append((fact.is_secret, fact.value in found[0], fact.value in found[1]))
-    return _Episode(judgements, conversation.counts, recalled)
+
+    client: OpenAI
+    engine: OpenAI
+    rng: Random
+    turns: int
+    verbs: Sequence[str]
+    progress: Progress
+
+    def play(self) -> _Episode:
+        """Play it, and ask with the ledger and without."""
+        world = draw(self.rng, Split.HELD_OUT, self.verbs)
+        conversation = Conversation(self.client, Environment(world))
+        judgements: list[Judgement] = []
+        facts: list[Fact] = []
+        for family in _TOLD:
+            task = family(self.rng, world, Split.HELD_OUT)
+            judgements.append(conversation.play(task))
+            self.progress.add(judgements[-1])
+            if (fact := fact_of(task, judgements[-1])) is not None:
+                facts.append(fact)
+        asked = {fact.question for fact in facts}
+        for _ in range(self.turns):
+            while (task := self._other(world)).fact and task.fact.question in asked:
+                pass
+            judgements.append(conversation.play(task))
+            self.progress.add(judgements[-1])
+        recalled: list[tuple[bool, bool, bool]] = []
+        for fact in facts:
+            question = {"role": "user", "content": fact.question}
+            found = [conversation.request(at, [question]).content or "" for at in (self.client, self.engine)]
+            recalled.append((fact.is_secret, fact.value in found[0], fact.value in found[1]))
+        return _Episode(judgements, conversation.counts, recalled)
+
+    def _other(self, world: World) -> Task:
+        return self.rng.choice(_BETWEEN)(self.rng, world, Split.HELD_OUT)
 
 
 def _share(found: list[bool]) -> float | None:

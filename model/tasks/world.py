@@ -1,5 +1,6 @@
 """Draws worlds: which tools there are, and the files, tables and stored values behind them."""
 
+from collections.abc import Sequence
 from random import Random
 from typing import Final
 
@@ -10,11 +11,13 @@ from model.tasks.lexicon import Split
 _BUSY_SHARE: Final = 0.06
 
 
-def draw(rng: Random, split: Split) -> World:
-    """A world with file tools, store, calculator and look-up tables, or some of them."""
-    tables = {
-        table.tool.name: table for table in (_table(rng, split) for _ in range(rng.choice((1, 1, 2, 2, 3))))
-    }
+def draw(rng: Random, split: Split, verbs: Sequence[str] = lexicon.VERBS) -> World:
+    """A world with file tools, store, calculator and look-up tables, or some of them.
+
+    The name of a look-up tool begins with one of `verbs`.
+    """
+    drawn = (_table(rng, split, verbs) for _ in range(rng.choice((1, 1, 2, 2, 3))))
+    tables = {table.tool.name: table for table in drawn}
     tools = [table.tool for table in tables.values()]
     has_files, has_store = rng.random() < 0.7, rng.random() < 0.7
     tools += FILE_TOOLS if has_files else ()
@@ -34,7 +37,7 @@ def draw(rng: Random, split: Split) -> World:
     return world
 
 
-def _table(rng: Random, split: Split) -> Table:
+def _table(rng: Random, split: Split, verbs: Sequence[str]) -> Table:
     noun = lexicon.noun(rng, split)
     fields = tuple(rng.sample(lexicon.FIELDS, rng.randrange(2, 5)))
     key = rng.choice(("name", "id", "key", noun.rpartition("_")[2]))
@@ -42,7 +45,7 @@ def _table(rng: Random, split: Split) -> Table:
     description = rng.choice(
         (f"Look up a {spoken}: {', '.join(fields)}.", f"Returns {', '.join(fields)} of a {spoken}.")
     )
-    tool = Tool(f"{rng.choice(lexicon.VERBS)}_{noun}", description, {key: f"which {spoken}"})
+    tool = Tool(f"{rng.choice(verbs)}_{noun}", description, {key: f"which {spoken}"})
     rows = {
         lexicon.entity(rng): {
             field: lexicon.number(rng, split) if rng.random() < 0.3 else lexicon.value(rng, split)

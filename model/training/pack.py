@@ -51,14 +51,16 @@ def tensors_bytes(tensors: dict[str, Any]) -> int:
 def _card(config: dict[str, Any], size: int, log: list[dict[str, Any]], summary: dict[str, Any]) -> str:
     text = config["text_config"]
     steps = [line for line in log if "kinds" in line]
-    held_out = [line["held_out"] for line in log if "held_out" in line][-1]
+    last = [line for line in log if "held_out" in line][-1]  # after the last step, which logs no line itself
+    batch = steps[-1]["tokens"] // steps[-1]["step"]
+    tokens = steps[-1]["tokens"] + (last["step"] - steps[-1]["step"]) * batch
     passes = [line for line in log if "plain_pass_ms" in line]
     rates = sorted(line["tokens_per_second"] for line in steps)
     use = sorted(line["mfu"] for line in steps)
     rows = {
-        "steps": f"{steps[-1]['step']:,}",
-        "tokens": f"{steps[-1]['tokens'] / 1e6:,.0f} million",
-        "time on one H200": f"{steps[-1]['seconds'] / 60:.1f} minutes",
+        "steps": f"{last['step']:,}",
+        "tokens": f"{tokens:,}",
+        "time on one H200": f"{last['seconds'] / 60:.1f} minutes",
         "tokens a second (median)": f"{rates[len(rates) // 2]:,}",
         "model FLOP utilisation (median, of 989 TFLOP/s)": f"{use[len(use) // 2]:.1%}",
     }
@@ -74,10 +76,10 @@ def _card(config: dict[str, Any], size: int, log: list[dict[str, Any]], summary:
         vocabulary=text["vocab_size"],
         megabytes=size / 1e6,
         seed=summary["seed"],
-        batch=65536,
+        batch=batch,
         rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
         held_out="\n".join(
             f"| {length} | {r['loss']} | {r['messages']} | {r['call_messages']} | {r['answers']} |"
-            for length, r in held_out.items()
+            for length, r in last["held_out"].items()
         ),
     )

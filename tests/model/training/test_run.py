@@ -73,7 +73,8 @@ def test_it_is_shipped_as_a_checkpoint(trained: Path, vocabulary: str, tmp_path:
     (tmp_path / "shipped" / "tokenizer.json").write_text(vocabulary)
     pack(source, tmp_path / "shipped", sizes=SIZES)
     card = (tmp_path / "shipped" / "README.md").read_text()
-    assert "| steps | 14 |" in card and "<svg" in (tmp_path / "shipped" / "loss.svg").read_text()
+    assert "| steps | 14 |" in card and "| tokens | 7,168 |" in card
+    assert "<svg" in (tmp_path / "shipped" / "loss.svg").read_text()
     path = small.build(tmp_path / "checkpoint", tmp_path / "shipped")
     assert json.loads((path / "config.json").read_text())["text_config"]["hidden_size"] == 64
     run = Run(plan(tmp_path / "again", 1, weights=path), vocabulary, quiet)
