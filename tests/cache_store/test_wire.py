@@ -228,6 +228,20 @@ def test_logging_in(redis_process: RedisProcess):
     assert refused.value.code == "NOAUTH"
 
 
+def test_the_version_is_told_to_those_who_may_ask(redis_process: RedisProcess):
+    told = redis_process.client().info("server")["redis_version"]
+    with BlobClient(redis_process.tcp_url).connection(Deadline(20)) as connection:
+        assert connection.version() == tuple(map(int, told.split(".")))
+        assert connection.is_clean
+    redis_process.client().acl_setuser(
+        "poor", enabled=True, passwords=["+x"], commands=["+ping", "+get"], keys=["*"]
+    )
+    url = f"redis://poor:x@127.0.0.1:{redis_process.port}"
+    with BlobClient(url).connection(Deadline(20)) as connection:
+        assert connection.version() is None
+        assert list(connection.read([b"none"], [views(1)])) == [Status.MISSING]
+
+
 @pytest.mark.parametrize(
     "reply",
     [
