@@ -21,7 +21,7 @@ help: ## Show this help
 setup: $(filter .uv/bin/uv,$(UV)) ## Install everything into .venv, from uv.lock
 	$(UV) sync --frozen --quiet
 
-serve: setup ## Serve Redis, the engine (tiny K3 on a CPU) and the gateway on port 8000
+serve: setup ## Serve Redis, the engine (small K3 on a CPU) and the gateway on port 8000
 	@exec $(RUN) longhaul serve
 
 test: setup ## Lint, then all tests that run on a CPU: unit and engine

@@ -1,6 +1,6 @@
 """Run SGLang with a launch profile, in place of this process, or print the command.
 
-The profile is chosen by the GPUs of this machine (none: the tiny model on the CPU) unless one is named. What
+The profile is chosen by the GPUs of this machine (none: the small K3 on the CPU) unless one is named. What
 follows `--` goes to SGLang as it is and replaces the profile's own argument of the same name.
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from model import small
 from model.arguments import is_sglang_installed, verify
 from model.hardware import CPU_PROFILE, choose_profile, gpu_names
 from model.profile import (
@@ -32,8 +33,6 @@ EXAMPLES = """\
   longhaul engine --profile h200-2x8 --model /models/Kimi-K3 -- --node-rank 0 --dist-init-addr 10.0.0.1:5000
 """
 
-TINY_MODEL = Path("models", "k3-tiny")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `longhaul engine`."""
@@ -46,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         metavar="PATH",
-        help="the checkpoint; default: the tiny K3 of the state directory",
+        help="the checkpoint; default: the small K3 that is shipped, on the CPU",
     )
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="default: %(default)s")
     parser.add_argument(
@@ -71,16 +70,20 @@ def select_profile(name: str | None) -> tuple[Profile, str]:
 
 
 def checkpoint(profile: Profile, given: Path | None, state: Path) -> Path:
-    """The checkpoint to serve, as an absolute path; raises `ProfileError` when there is none."""
+    """The checkpoint to serve, as an absolute path. On a CPU, when none is given, that is where the small K3
+    belongs, and `small.build` has to put it there. Raises `ProfileError` when there is none."""
     if given is None and profile.name != CPU_PROFILE:
         raise ProfileError(
             f"profile {profile.name} needs --model, the directory of a checkpoint "
-            f"(or pass --profile {CPU_PROFILE} for the tiny model on the CPU)"
+            f"(or pass --profile {CPU_PROFILE} for the small model on the CPU)"
         )
-    path = (given or state / TINY_MODEL).expanduser().absolute()
+    if given is None:
+        return state / small.PLACE
+    path = given.expanduser().absolute()
     if not (path / "config.json").is_file():
-        remedy = "give --model a checkpoint's directory" if given else "run `longhaul model build` first"
-        raise ProfileError(f"no checkpoint in {path} (config.json is missing): {remedy}")
+        raise ProfileError(
+            f"no checkpoint in {path} (config.json is missing): give --model a checkpoint's directory"
+        )
     return path
 
 
@@ -92,9 +95,11 @@ def run(args: argparse.Namespace) -> int:
         notes.print(f"profile {profile.name} ({found}): {profile.summary}", soft_wrap=True)
         state = state_directory()
         if args.dry_run:
-            model: Path = args.model or state / TINY_MODEL
+            model: Path = args.model or state / small.PLACE
         else:
             model = checkpoint(profile, args.model, state)
+            if args.model is None:
+                small.build(model)
         command = profile.command(
             model, args.port, store_url=args.store_url, draft=args.draft, extra=args.extra
         )
@@ -104,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             notes.print("not checked: SGLang is not installed here", style="yellow")
         else:
             raise ProfileError("SGLang is not installed here: run `make setup`, or use the engine's image")
-    except ProfileError as error:
+    except (ProfileError, OSError) as error:
         print(f"longhaul engine: {error}", file=sys.stderr)
         return 2
     if not args.dry_run:

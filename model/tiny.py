@@ -24,7 +24,14 @@ from safetensors.torch import save_file
 
 from model.state import state_directory
 from model.tiny_weights import weights
-from model.vocabulary import SPECIAL_IDS, TEXT_TOKENS, VOCAB_SIZE, tokenizer_config, tokenizer_json
+from model.vocabulary import (
+    SPECIAL_IDS,
+    TEXT_TOKENS,
+    TOKENIZER_SOURCES,
+    VOCAB_SIZE,
+    tokenizer_config,
+    tokenizer_json,
+)
 
 CONTEXT_TOKENS: Final = 32768
 MANIFEST: Final = "longhaul.json"
@@ -45,7 +52,6 @@ _CONV: Final = 4
 _FULL_ATTENTION_LAYERS: Final = (4, 8)  # from 1, as K3's configuration counts
 
 TOKEN_ROLES: Final = {"bos": "[BOS]", "eos": "<|end_of_msg|>", "pad": "[PAD]"}
-SOURCES: Final = ("encoding.py", "tokenizer.py", "tokenization_k3.py")
 
 
 class CheckpointError(Exception):
@@ -115,7 +121,7 @@ def _write(path: Path, seed: int) -> Checkpoint:
     tensors = {weight.name: weight.draw(seed) for weight in weights(text, TEXT_TOKENS)}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     (path / "model.safetensors").chmod(0o644)
-    for name in SOURCES:
+    for name in TOKENIZER_SOURCES:
         shutil.copyfile(Path(__file__).with_name(name), path / name)
     (path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     _write_json(path / "tokenizer_config.json", tokenizer_config())

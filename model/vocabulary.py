@@ -21,6 +21,8 @@ from model.tokenizer import SPLIT_PATTERN
 VOCAB_SIZE: Final = 2048
 SPECIAL_TOKENS: Final = 32
 TEXT_TOKENS: Final = VOCAB_SIZE - SPECIAL_TOKENS
+TOKENIZER_SOURCES: Final = ("encoding.py", "tokenizer.py", "tokenization_k3.py")
+"""Modules of this package that a checkpoint holds: the code of its tokenizer."""
 
 _SPECIAL_OFFSETS: Final = {
     "[BOS]": 0,

@@ -15,7 +15,6 @@ import httpx
 import redis
 
 from cache_store.servers import RedisServer, Role, ServerError
-from model.engine import TINY_MODEL
 from model.hardware import CPU_PROFILE
 from model.profile import load_profile
 from model.state import state_directory
@@ -51,7 +50,7 @@ class EngineTrial:
         self._folder = folder
         self._supervisor = supervisor
         self._blobs = RedisServer(Role.BLOBS, folder / "blobs", max_memory_bytes=_BLOB_BYTES)
-        self._model = state_directory() / TINY_MODEL
+        self._model = state_directory() / "models" / "k3-tiny"
         self._port = _free_port()
         self._entry: Supervised | None = None
         self._history: list[int] = []

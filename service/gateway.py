@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Redis of the engine's pages and states, to say there whose they are and how long to keep them",
     )
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="checkpoint, for its tokenizer (<state>/models/k3-tiny)"
+        "--model", type=Path, metavar="DIR", help="checkpoint, for its tokenizer (<state>/models/k3-small)"
     )
     parser.add_argument(
         "--tenants", type=Path, metavar="FILE", help="API keys, TOML; without it no key is asked"
@@ -126,7 +126,7 @@ def turn_ttl(text: str) -> tuple[TtlClass | None, int]:
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped; exit status 2 when the gateway can't be set up."""
     _set_up_logging(args.log_level)
-    model = args.model or state_directory() / "models" / "k3-tiny"
+    model = args.model or state_directory() / "models" / "k3-small"
     try:
         service = build_service(
             engine_url=args.engine,

@@ -1,28 +1,26 @@
 """Serve everything on this machine: Redis for blobs and for the ledger, the engine, the gateway.
 
-Without a GPU, a tiny K3 answers on the CPU (in gibberish), built at the first start. Redis servers of its own
-are started unless URLs are given. Data, logs and the tiny model live in the state directory and survive a
-restart. Ctrl-C stops everything.
+Without a GPU, a small K3 that calls tools answers on the CPU (`model/k3_small`). Redis servers of its own are
+started unless URLs are given. Data and logs live in the state directory and survive a restart. Ctrl-C stops
+everything.
 """
 
 import argparse
 import json
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from cache_store.lock import DirectoryInUse, DirectoryLock
-from cache_store.process import ChildProcess
 from cache_store.servers import STOP_TIMEOUT_S, ServerError, own_servers
+from model import small
 from model.arguments import is_sglang_installed, verify
-from model.engine import TINY_MODEL, checkpoint, select_profile
-from model.hardware import CPU_PROFILE
+from model.engine import checkpoint, select_profile
 from model.profile import DEFAULT_PORT, SERVED_MODEL_NAME, Profile, ProfileError, profile_names
 from model.state import state_directory
-from service.display import Display, last_line
+from service.display import Display
 from service.logs import Follower, rotate
 from service.ports import PortError, check_port
 from service.processes import Service
@@ -36,7 +34,7 @@ from service.stack import (
     gateway_service,
     reachable,
 )
-from service.supervisor import Supervised, SupervisionError, Supervisor, describe, tail
+from service.supervisor import Supervised, SupervisionError, Supervisor
 
 EXAMPLES = """\
   longhaul serve
@@ -58,7 +56,6 @@ class Layout:
     engine_port: int
     state: Path
     model: Path
-    must_build: bool
 
     @property
     def logs(self) -> Path:
@@ -81,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine-port", type=int, default=DEFAULT_PORT, help="port of the engine (default: %(default)s)"
     )
     parser.add_argument(
-        "--model", type=Path, metavar="PATH", help="the checkpoint; default: the tiny K3, on the CPU"
+        "--model", type=Path, metavar="PATH", help="the checkpoint; default: the small K3, on the CPU"
     )
     parser.add_argument(
         "--profile",
@@ -127,17 +124,12 @@ def lay_out(args: argparse.Namespace) -> Layout:
             raise ProfileError(f"{option} {path}: there is no such file")
     state = state_directory(args.state_dir)
     profile, _ = select_profile(args.profile)
-    must_build = (
-        args.model is None
-        and profile.name == CPU_PROFILE
-        and not (state / TINY_MODEL / "config.json").is_file()
-    )
-    model = state / TINY_MODEL if must_build else checkpoint(profile, args.model, state)
+    model = checkpoint(profile, args.model, state)
     if args.port == args.engine_port:
         raise PortError(f"--port and --engine-port are both {args.port}: give different ones")
     check_port(args.host, args.port, "--port")
     check_port(ENGINE_HOST, args.engine_port, "--engine-port")
-    return Layout(profile, args.host, args.port, args.engine_port, state, model, must_build)
+    return Layout(profile, args.host, args.port, args.engine_port, state, model)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -185,19 +177,14 @@ def _serve(args: argparse.Namespace, layout: Layout, supervisor: Supervisor, dis
         started.append(service)
         supervisor.start(Supervised(service, timeout_s, orphan_grace_s))
 
+    if args.model is None:
+        small.build(layout.model)
     store_url, ledger_url = _start_redis(args, layout, start)
     command = layout.profile.command(
         layout.model, layout.engine_port, store_url=store_url, draft=args.draft, extra=args.extra
     )
-    building, build_start = _start_build(layout) if layout.must_build else None, time.monotonic()
-    try:
-        display.busy("checking the engine's arguments", 0.0)
-        verify(layout.profile.name, command, memory=layout.state / "checked")
-        if building is not None:
-            _await_build(building, build_start, layout, display)
-    finally:
-        if building is not None:
-            building.kill()
+    display.busy("checking the engine's arguments", 0.0)
+    verify(layout.profile.name, command, memory=layout.state / "checked")
     engine = engine_service(command, layout.engine_port, layout.logs / "engine.log")
     start(engine, CPU_START_TIMEOUT_S if layout.profile.device == "cpu" else CUDA_START_TIMEOUT_S)
     gateway = gateway_service(
@@ -230,24 +217,6 @@ def _start_redis(
         start(ledger, _REDIS_START_TIMEOUT_S, STOP_TIMEOUT_S)
         ledger_url = ledger.url
     return store_url, ledger_url
-
-
-def _start_build(layout: Layout) -> ChildProcess:
-    """Build the tiny K3 in a process of its own, since that needs torch."""
-    log = layout.logs / "model-build.log"
-    rotate(log)
-    argv = [sys.executable, "-m", "service.cli", "model", "build", "--output", str(layout.model)]
-    return ChildProcess.start(argv, log=log)
-
-
-def _await_build(building: ChildProcess, start: float, layout: Layout, display: Display) -> None:
-    log = layout.logs / "model-build.log"
-    while (status := building.poll()) is None:
-        display.busy("building the tiny K3", time.monotonic() - start, last_line(log))
-        time.sleep(0.2)
-    if status != 0:
-        raise SupervisionError(f"`longhaul model build` {describe(status)}; the end of {log}:\n{tail(log)}")
-    display.done("tiny K3 built", time.monotonic() - start)
 
 
 def _announce(
