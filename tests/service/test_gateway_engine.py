@@ -412,15 +412,17 @@ async def test_responses_with_the_real_client(gateway: Gateway):
     tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
     asked = {"model": "kimi-k3", "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
     more = {"temperature": 0, "max_output_tokens": 400}
-    async with AsyncOpenAI(base_url=f"{gateway.http.base_url}v1", api_key="one", max_retries=0) as client:
+    url = str(gateway.http.base_url).rstrip("/")
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="one", max_retries=0) as client:
         items: list[Any] = [{"role": "user", "content": "Do it: " + "on and off. " * 20}]
         previous, cached_before = None, 0
+        sealed: Any = ["reasoning.encrypted_content"]
         for step in range(3):
             new = items[-1:]
             async with client.responses.stream(
                 input=new,
                 previous_response_id=previous,
-                include=["reasoning.encrypted_content"],
+                include=sealed,
                 **asked,
                 **more,
             ) as stream:
