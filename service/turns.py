@@ -160,12 +160,14 @@ class Turns:
         else:
             rendered = self._renderer.render(conversation, digests.digests[0], covered)
         path = ancestry.path
+        continued_tokens = len(tokens)
+        tokens.extend(rendered.ids)
         return Prompt(
-            ids=tokens.tolist() + rendered.ids,
+            ids=tokens.tolist(),
             turn=new_key(),
             channel=rendered.channel,
             parent=path[-1].key if path else None,
-            continued_tokens=len(tokens),
+            continued_tokens=continued_tokens,
             restored_reasoning=sum(_restored_reasoning(turn, digests) for turn in path),
             restored_ids=sum(_restored_ids(turn, messages) for turn in path),
             fallback=fallback,
