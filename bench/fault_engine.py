@@ -65,11 +65,10 @@ class EngineFaults:
         if not self._works():
             raise EngineFailure("the engine restores nothing from a store without faults")
 
-    def play(self, case: Case, requests: int) -> tuple[Wave, Wave | None, dict[str, int], bool]:
+    def play(self, case: Case, requests: int) -> tuple[Wave, dict[str, int], bool]:
         """Send requests under the fault.
 
-        Returns them; where nothing is answered, as many that came after the engine had noticed, which is what
-        they take without a store; the errors counted; and whether everything works again.
+        Returns them, the errors counted, and whether everything works again.
         """
         # What the case before left of the store is made whole: only what is there can be read under a fault.
         self._flush()
@@ -77,15 +76,11 @@ class EngineFaults:
         time.sleep(_SETTLE_S)
         self._flush()
         before = self.errors()
-        usual = None
         with case.during(self._bed):
             wave = self.wave(requests)
-            if case.is_dead:
-                self._flush()
-                usual = self.wave(requests)
         works = self._works()
         after = self.errors()
-        return wave, usual, {k: n - before.get(k, 0) for k, n in after.items() if n > before.get(k, 0)}, works
+        return wave, {k: n - before.get(k, 0) for k, n in after.items() if n > before.get(k, 0)}, works
 
     def wave(self, requests: int) -> Wave:
         """Send `requests`, some at a time."""
@@ -175,16 +170,13 @@ def measure(
     broken: list[str] = []
     unnamed: list[str] = []
     for case in CASES:
-        wave, usual, errors, works = faults.play(case, share)
-        for one in (wave, usual) if usual is not None else (wave,):
-            total.seconds += one.seconds
-            total.wrong += one.wrong
-            total.hung += one.hung
-            total.failed += one.failed
-            near_ties += one.near_ties
-        if usual is not None:
-            dead_s += wave.seconds
-            usual_s += usual.seconds
+        wave, errors, works = faults.play(case, share)
+        total.seconds += wave.seconds
+        total.wrong += wave.wrong
+        total.hung += wave.hung
+        total.failed += wave.failed
+        near_ties += wave.near_ties
+        (dead_s if case.is_dead else usual_s).extend(wave.seconds)
         if not works:
             broken.append(case.name)
         if case.kinds and not case.kinds & errors.keys():
@@ -212,7 +204,7 @@ def measure(
 
 
 def _added_ms(seconds: Sequence[float], usual: Sequence[float], percentile: int) -> int:
-    """By how much a percentile of what requests take is larger than usual."""
+    """By how much a percentile is larger than under those faults with which the store still answers."""
     high, low = (
         statistics.quantiles(some, n=100, method="inclusive")[percentile - 1] for some in (seconds, usual)
     )

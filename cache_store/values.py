@@ -27,6 +27,10 @@ from cache_store.wire import BlobClient
 _TICK_S = 0.2
 _CLEAR_TIMEOUT_S = 60.0
 _CLEAR_KEYS = 1000
+# What moves values may take all of a call's time. What only asks takes milliseconds and gets half: a server
+# that stopped answering is found out by a lookup, as a rule, and every request waits for one.
+_BULK = frozenset({"read", "write", "retry"})
+_SHORT = 0.5
 # Share of a call's time that counts as all of it.
 _WHOLE = 0.95
 _OLDEST = (6, 2)
@@ -198,12 +202,13 @@ class ValueStore:
         if not self._breaker.admits():
             self.faults.count("breaker_open", "the server is not asked until it answers a probe")
             return False
+        limit_s = self._options.timeout_s * (1 if call in _BULK else _SHORT)
         started = time.perf_counter()
         try:
-            with self._client.connection(Deadline(self._options.timeout_s)) as connection:
+            with self._client.connection(Deadline(limit_s)) as connection:
                 work(connection)
         except WireError as error:
-            self._failed(error, time.perf_counter() - started)
+            self._failed(error, out_of_time=time.perf_counter() - started >= _WHOLE * limit_s)
             return False
         else:
             self._breaker.succeeded()
@@ -211,12 +216,12 @@ class ValueStore:
         finally:
             metrics.SECONDS.labels(call).observe(time.perf_counter() - started)
 
-    def _failed(self, error: WireError, spent_s: float) -> None:
+    def _failed(self, error: WireError, *, out_of_time: bool = False) -> None:
         kind = transfer.refusal_kind(error) if isinstance(error, ServerRefused) else error.kind
         self.faults.count(kind, f"{self}: {error}")
         if isinstance(error, ServerRefused) and error.code in _HEALTHY:
             return
-        self._breaker.failed(at_once=spent_s >= _WHOLE * self._options.timeout_s)
+        self._breaker.failed(at_once=out_of_time)
         # What broke one connection has most likely broken those that idle.
         self._client.drop_idle()
         metrics.BREAKER.labels(str(self)).set(self._breaker.state)
@@ -244,13 +249,12 @@ class ValueStore:
     def _probe(self) -> None:
         if not self._breaker.admit_probe():
             return
-        started = time.perf_counter()
         try:
             self._client.resolve()
             with self._client.connection(Deadline(self._options.timeout_s)) as connection:
                 connection.ping()
         except WireError as error:
-            self._failed(error, time.perf_counter() - started)
+            self._failed(error)
         else:
             self._breaker.succeeded()
             self.faults.forget()
