@@ -64,7 +64,7 @@ def test_recorded_sessions_hit_what_the_engines_pages_allow(service, traces, tmp
     assert total["output_seen"] == total["output_requested"]
     assert sum(total["tiers"].values()) == total["cached_tokens"]
     rows = json.loads(output.read_text())["requests"]
-    # A part too short for a message is left out or lengthened, so the plan may miss the trace, never the prompt.
+    # A part too short for a message is left out or lengthened: the plan may miss the trace, not the prompt.
     assert all(row["input_seen"] == row["input_planned"] for row in rows)
     assert abs(total["input_seen"] - total["input_requested"]) < 0.001 * total["input_requested"]
     assert all(row["cached_tokens"] % PAGE == 0 for row in rows)
