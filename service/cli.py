@@ -29,6 +29,8 @@ COMMANDS: dict[str, Command] = {
     "store": Command("cache_store.command", "look at what engines have stored, and remove it"),
     "replay": Command("replay.command", "replay agent traces against an endpoint"),
     "trace": Command("replay.trace_command", "look at agent traces, and convert logs into them"),
+    "plan": Command("model.capacity.command", "plan what a deployment holds: memory, tiers, sessions"),
+    "simulate": Command("model.simulation.command", "simulate the cache tiers under agent traffic"),
     "doctor": Command("service.doctor", "check this machine and say what to do about each failure"),
 }
 

@@ -1,0 +1,1 @@
+"""A simulator of the cache tiers under agent traffic."""

@@ -1,0 +1,268 @@
+"""A node that serves: HBM, host memory, Redis, one queue of prefill.
+
+A request waits until its KV fits beside what is running, in the order of arrival; then what no tier has is
+computed, requests one after the other; then its answer is decoded beside the others'. With a store, what is
+there and not nearer is read into host memory while the request waits, through one pipe; what was nearer then
+and has been evicted when its turn comes is asked for again, as SGLang does. Everything computed
+is written through to host and store when the answer ends, and `cache_store.retention` says which states stay.
+
+Left out: states at chunk borders within a prompt, what prefill and decoding take from each other, writes
+competing with reads.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cache_store.retention import Chain, StatePolicy
+from model.capacity.budget import Budget
+from model.capacity.machine import Machine
+from model.simulation.events import Events
+from model.simulation.tier import Tier, TreeInTier
+from model.simulation.workload import Call, Tree
+
+# SGLang's --hicache-storage-prefetch-retry-max-attempts.
+MOST_FETCHES = 8
+# `extra_buffer`: the state that is worked on and two that are tracked (mamba ping-pong buffers).
+SLOTS_RUNNING = 3
+PAGE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """The store: its room and life of what is unused, and the profile's shortest fetch."""
+
+    room_bytes: float = 4e12
+    life_s: float = 3600.0
+    least_tokens: int = 2048
+    keep_every_tokens: int = 32_768
+
+
+@dataclass(slots=True)
+class Request:
+    """A call of a run and what became of it; times in s, `hits` in tokens by tier."""
+
+    number: int
+    tree: Tree
+    call: Call
+    due_s: float
+    done: "Callable[[Request], None]"
+    admitted_s: float = 0.0
+    first_token_s: float = 0.0
+    end_s: float = 0.0
+    hits: tuple[int, int, int] = (0, 0, 0)
+    computed_tokens: int = 0
+    fetched: int = 0
+    matched: int = 0
+    fetches: int = 0
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes to and from the store."""
+
+    read_bytes: float = 0.0
+    written_bytes: float = 0.0
+    peak_bytes: float = 0.0
+    reading_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Node:
+    """Serves requests; `store` None is SGLang alone."""
+
+    machine: Machine
+    budget: Budget
+    events: Events
+    store_settings: StoreSettings | None
+    device: Tier = field(init=False)
+    host: Tier | None = field(init=False)
+    store: Tier | None = field(init=False)
+    traffic: Traffic = field(default_factory=Traffic)
+    running: int = 0
+    _waiting: deque[Request] = field(default_factory=deque[Request])
+    _prefill_free_s: float = 0.0
+    _store_free_s: float = 0.0
+    _policy: StatePolicy = field(init=False)
+
+    def __post_init__(self) -> None:
+        budget, settings = self.budget, self.store_settings
+        assert budget.kv_tokens > 0 and budget.running_requests > 0, "the machine holds no request"
+        self.device = Tier(budget.kv_tokens, budget.state_slots)
+        self.host = self.store = None
+        keep = settings.keep_every_tokens if settings else PAGE_TOKENS
+        self._policy = StatePolicy(keep_every_tokens=keep, page_tokens=PAGE_TOKENS)
+        if settings is not None:
+            if budget.host_tokens:
+                self.host = Tier(budget.host_tokens, budget.host_states)
+            room = int(settings.room_bytes / budget.kv_bytes_per_token)
+            self.store = Tier(room, 0, state_tokens=-(-budget.state_bytes // budget.kv_bytes_per_token))
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """The tiers that there are, the nearest first."""
+        return [tier for tier in (self.device, self.host, self.store) if tier is not None]
+
+    def backlog_s(self) -> float:
+        """How long prefill is busy with what was begun."""
+        return max(0.0, self._prefill_free_s - self.events.now_s)
+
+    def restore_s(self, call: Call) -> float:
+        """How long reading the prompt from the store would take now."""
+        size = call.input_tokens * self.budget.kv_bytes_per_token + self.budget.state_bytes
+        return max(0.0, self._store_free_s - self.events.now_s) + size / self.machine.store_bytes_s
+
+    def submit(self, request: Request) -> None:
+        """Take a request; `request.done` is called when its answer ends."""
+        request.admitted_s = self.events.now_s
+        end_s = self._fetch(request)
+        if end_s is None:
+            self._waiting.append(request)
+            self._start()
+        else:
+            self.events.at(end_s, lambda: self._fetched(request))
+
+    def _matches(self, tier: Tier | None, request: Request) -> tuple[int, int]:
+        if tier is None:
+            return 0, 0
+        return tier.match(tier.open(request.number, request.tree), request.call.path)
+
+    def _fetch(self, request: Request) -> float | None:
+        """Begin to read from the store what is not nearer; when it will be there, None for nothing."""
+        store, settings = self.store, self.store_settings
+        if store is None or settings is None:
+            return None
+        now_s, path, ends = self.events.now_s, request.call.path, request.tree.ends
+        store.now_s = now_s
+        store.expire(now_s - settings.life_s)
+        _, depth = self._matches(store, request)
+        nearer = [self._matches(tier, request) for tier in (self.device, self.host)]
+        near_kv, near = max(kv for kv, _ in nearer), max(state for _, state in nearer)
+        request.matched = near
+        request.fetches += 1
+        if depth <= near:
+            return None
+        if ends[path[depth - 1]] - (ends[path[near - 1]] if near else 0) < settings.least_tokens:
+            return None
+        begin = min(near_kv, depth)
+        tokens = ends[path[depth - 1]] - (ends[path[begin - 1]] if begin else 0)
+        size = tokens * self.budget.kv_bytes_per_token + self.budget.state_bytes
+        self.traffic.read_bytes += size
+        self.traffic.reading_s += size / self.machine.store_bytes_s
+        self._store_free_s = max(self._store_free_s, now_s) + size / self.machine.store_bytes_s
+        store.use(store.open(request.number, request.tree), path, depth)
+        request.fetched = depth
+        return self._store_free_s
+
+    def _fetched(self, request: Request, *, again: bool = False) -> None:
+        if again:
+            self._waiting.appendleft(request)
+        else:
+            self._waiting.append(request)
+        self._start()
+
+    def _start(self) -> None:
+        """Start waiting requests while they fit."""
+        while self._waiting and self.running < self.budget.running_requests:
+            request = self._waiting[0]
+            end_s = self._fetch(request) if self._lost(request) else None
+            if end_s is not None:
+                self._waiting.popleft()
+                self.events.at(end_s, lambda request=request: self._fetched(request, again=True))
+                continue
+            if not self._begin(request):
+                return
+            self._waiting.popleft()
+
+    def _lost(self, request: Request) -> bool:
+        """Whether what was near when the request came has been evicted while it waited."""
+        if self.store is None or request.fetched or request.fetches >= MOST_FETCHES:
+            return False
+        near = max(self._matches(tier, request)[1] for tier in (self.device, self.host))
+        return near < request.matched
+
+    def _begin(self, request: Request) -> bool:
+        now_s, call, device = self.events.now_s, request.call, self.device
+        device.now_s = now_s
+        run = device.open(request.number, request.tree)
+        ends, path = request.tree.ends, call.path
+        held, depth = device.match(run, path)
+        device.use(run, path, depth)
+        anchor = path[depth - 1] if depth else 0
+        device.lock(run, anchor)
+        # The state that is matched is copied into a slot of the request's own.
+        device.state_room = self.budget.state_slots - SLOTS_RUNNING * (self.running + 1)
+        if not device.add(run, call.nodes):
+            device.unlock(run, anchor)
+            return False
+        device.unlock(run, anchor)
+        device.lock(run, call.end)
+        while device.states > device.state_room and device.evict_state():
+            pass
+        self.running += 1
+        _, host_depth = self._matches(self.host, request)
+        far = max(host_depth, request.fetched, depth)
+        tokens = [ends[path[at - 1]] if at else 0 for at in (depth, max(depth, host_depth), far)]
+        if self.host is not None and host_depth > depth:
+            self.host.use(self.host.open(request.number, request.tree), path, host_depth)
+        request.hits = (tokens[0], tokens[1] - tokens[0], tokens[2] - tokens[1])
+        request.computed_tokens = call.input_tokens - tokens[2]
+        copied = max(0, tokens[2] - (ends[path[held - 1]] if held else 0)) * self.budget.kv_bytes_per_token
+        copied += self.budget.state_bytes_per_rank * (far > depth)
+        begin_s = max(now_s + copied / self.machine.host_bytes_s, self._prefill_free_s)
+        self._prefill_free_s = begin_s + request.computed_tokens / self.machine.prefill_tokens_s
+        branch = path[held - 1] if held > far else None
+        self.events.at(self._prefill_free_s, lambda: self._prefilled(request, run, branch))
+        return True
+
+    def _prefilled(self, request: Request, run: TreeInTier, branch: int | None) -> None:
+        request.first_token_s = now_s = self.events.now_s
+        self.device.now_s = now_s
+        path = request.call.path
+        # SGLang keeps a state where cached KV went on without one, too.
+        for node in (branch, path[-1] if path else None):
+            if node is not None:
+                self.device.add_state(run, node)
+        end_s = now_s + request.call.output_tokens / self.machine.decode_tokens_s
+        self.events.at(end_s, lambda: self._finished(request, run))
+
+    def _finished(self, request: Request, run: TreeInTier) -> None:
+        request.end_s = now_s = self.events.now_s
+        call, device = request.call, self.device
+        device.now_s = now_s
+        self.running -= 1
+        device.state_room = self.budget.state_slots - SLOTS_RUNNING * self.running
+        device.unlock(run, call.end)
+        device.add_state(run, call.end)
+        self._write(request)
+        request.done(request)
+        self._start()
+
+    def _write(self, request: Request) -> None:
+        path = request.call.nodes
+        states = dict.fromkeys([*request.call.path[-1:], *path[-1:]])
+        for tier in self.tiers[1:]:
+            tier.now_s = self.events.now_s
+            run = tier.open(request.number, request.tree)
+            before = tier.tokens + tier.evicted_tokens + tier.evicted_states * (tier.state_tokens or 0)
+            if not tier.add(run, path):
+                continue
+            for node in states:
+                tier.add_state(run, node)
+            if tier is self.store:
+                after = tier.tokens + tier.evicted_tokens + tier.evicted_states * (tier.state_tokens or 0)
+                self.traffic.written_bytes += (after - before) * self.budget.kv_bytes_per_token
+                self._retain(run, path)
+                held = tier.tokens * self.budget.kv_bytes_per_token
+                self.traffic.peak_bytes = max(self.traffic.peak_bytes, held)
+
+    def _retain(self, run: TreeInTier, path: Sequence[int]) -> None:
+        """Drop the states of a chain that newer ones supersede."""
+        assert self.store is not None
+        ends = run.tree.ends
+        nodes = {ends[node] // PAGE_TOKENS: node for node in path if run.states[node]}
+        if not nodes:
+            return
+        forks = {ends[node] // PAGE_TOKENS for node in path if run.children[node] > 1}
+        for position in self._policy.superseded(Chain(sorted(nodes), forks)):
+            self.store.drop_state(run, nodes[position])

@@ -1,0 +1,232 @@
+"""The simulated tiers against their rules, and the whole against what it is known to show."""
+
+import dataclasses
+import json
+import random
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.capacity.budget import Budget
+from model.capacity.machine import MACHINES
+from model.simulation.chart import draw
+from model.simulation.result import POLICIES, Policy, Settings, simulate
+from model.simulation.tier import Tier
+from model.simulation.workload import ROOT, Tree, scripts, synthetic
+from replay.statistics import statistics
+from replay.trace import Agent, Request, Session
+from service.cli import main
+
+MACHINE = dataclasses.replace(
+    MACHINES["b300-8"], prefill_tokens_s=20_000.0, decode_tokens_s=100.0, store_bytes_s=5e9
+)
+
+
+def make_budget(kv_tokens: int, states: int, host_tokens: int = 0) -> Budget:
+    return Budget(
+        hbm_bytes=1,
+        static_bytes=1,
+        weight_bytes=1,
+        short_bytes=0,
+        kv_bytes_per_token=1000,
+        state_bytes_per_rank=1_000_000,
+        state_bytes=8_000_000,
+        kv_tokens=kv_tokens,
+        state_slots=states,
+        host_tokens=host_tokens,
+        host_states=states if host_tokens else 0,
+    )
+
+
+def chain(*ends: int) -> tuple[Tree, list[int]]:
+    tree = Tree(1)
+    for end in ends:
+        tree.insert(tuple(range(end)))
+    return tree, tree.path(tuple(range(ends[-1])))
+
+
+prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompts)
+def test_paths_cover_their_prompts_and_share_what_prompts_share(made):
+    tree = Tree(64)
+    for blocks in made:
+        tree.insert(blocks)
+    for blocks in made:
+        path = tree.path(blocks)
+        assert tree.ends[path[-1]] == 64 * len(blocks)
+        assert sum(map(tree.length, path)) == 64 * len(blocks)
+        assert [tree.parents[node] for node in path] == [ROOT, *path[:-1]]
+        for other in made:
+            shared = next((n for n in range(8, -1, -1) if blocks[:n] == other[:n]), 0)
+            common = [node for node in path if node in tree.path(other)]
+            assert (tree.ends[common[-1]] if common else 0) <= 64 * min(shared, len(blocks))
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompts, st.integers(1, 12), st.integers(1, 4), st.booleans(), st.integers(0, 9))
+def test_a_tier_never_holds_more_than_it_has_room_for(made, room, states, shared, seed):
+    tree = Tree(1)
+    for blocks in made:
+        tree.insert(blocks)
+    tier = Tier(room, states, state_tokens=2 if shared else None)
+    source = random.Random(seed)
+    for step in range(20):
+        run = tier.open(source.randrange(2), tree)
+        path = tree.path(source.choice(made))
+        tier.now_s = float(step)
+        kv, state = tier.match(run, path)
+        assert all(run.held[node] for node in path[:kv]) and state <= kv
+        tier.use(run, path, state)
+        if tier.add(run, path):
+            tier.add_state(run, path[-1])
+        tier.check_integrity()
+        assert tier.tokens <= room and (shared or tier.states <= states)
+    tier.expire(1e9)
+    assert (tier.tokens, tier.states) == (0, 0)
+
+
+def test_the_leaf_used_longest_ago_goes_first_and_what_is_locked_stays():
+    tree, path = chain(2, 4, 6)
+    tier = Tier(10, 10)
+    first, second = tier.open(1, tree), tier.open(2, tree)
+    assert tier.add(first, path) and tier.add(second, path[:2])
+    tier.lock(first, path[2])
+    assert not tier.add(tier.open(3, tree), path)
+    assert first.held[path[2]] and not second.held[path[0]]
+    tier.unlock(first, path[2])
+    assert tier.add(tier.open(3, tree), path)
+    assert [first.held[node] for node in path] == [1, 1, 0]
+
+
+def test_a_state_in_the_middle_goes_alone_and_one_at_a_leaf_with_its_kv():
+    tree, path = chain(2, 4)
+    tier = Tier(100, 2)
+    run, other = tier.open(1, tree), tier.open(2, tree)
+    tier.add(run, path)
+    tier.add_state(run, path[0])
+    tier.add_state(run, path[1])
+    tier.use(run, path, 1)  # the shallow state is the one that was used last
+    tier.add(other, path[:1])
+    tier.add_state(other, path[0])
+    assert tier.match(run, path) == (1, 1)  # the deep state was a leaf's
+    tier.add(other, path)
+    tier.add_state(other, path[1])
+    assert tier.match(run, path) == (0, 0)
+
+
+def test_a_state_above_others_leaves_its_kv_behind():
+    tree, path = chain(2, 4)
+    tier = Tier(100, 2)
+    run = tier.open(1, tree)
+    tier.add(run, path)
+    tier.add_state(run, path[0])
+    tier.add_state(run, path[1])
+    other = tier.open(2, tree)
+    tier.add(other, path[:1])
+    tier.add_state(other, path[0])
+    assert run.held[path[0]] and tier.match(run, path) == (2, 2) and not run.states[path[0]]
+
+
+def test_prefixes_are_those_of_the_trace_statistics():
+    sessions = synthetic(5, 5000, 12, 100, 10.0, 3)
+    found = statistics(sessions)
+    made = scripts(sessions, 300.0)
+    calls = [call for script in made for talk in script.conversations for call in talk.calls]
+    total = sum(call.input_tokens for call in calls)
+    assert sum(call.prefix_tokens for call in calls) / total == pytest.approx(found.theoretical_hit)
+    assert found.input.mean == pytest.approx(5000, rel=0.02)
+
+
+def test_continued_answers_lie_on_the_next_prompt():
+    requests = (
+        Request(0.0, 1.0, 130, 130, (1, 2)),
+        Request(5.0, 1.0, 400, 10, (1, 2, 3, 4, 5, 6)),
+    )
+    session = Session("s", 64, (Agent("root", 0, requests, 0.0, 6.0),))
+    (discarded,) = scripts([session], 300.0)
+    (continued,) = scripts([session], 300.0, continued=True)
+    assert discarded.conversations[0].calls[1].prefix_tokens == 128
+    assert continued.conversations[0].calls[1].prefix_tokens == 256
+    assert continued.conversations[0].calls[0].answer[-1] in continued.conversations[0].calls[1].path
+
+
+def run(policy, concurrency, budget, sessions, requests=300, **changes):
+    made = scripts(sessions, 300.0)
+    return simulate(
+        MACHINE, budget, made, Policy(policy), concurrency, Settings(requests=requests, **changes)
+    )
+
+
+@pytest.fixture(scope="module")
+def sessions():
+    return synthetic(16, 50_000, 30, 400, 10.0, 1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_fits_is_found_by_every_policy(policy, sessions):
+    point = run(policy, 2, make_budget(640_000, 200, 640_000), sessions)
+    assert point.hit_ratio > 0.99 and point.hit_device == pytest.approx(point.hit)
+    assert point.hit + point.recompute == pytest.approx(1.0)
+    assert point.ttft.p50 < 1 and point.waited == 0
+
+
+def test_oversubscription_collapses_alone_and_not_with_a_store_or_admission(sessions):
+    found = make_budget(320_000, 200, 320_000)
+    alone, redis, both = (run(p, 24, found, sessions) for p in ("sglang", "redis", "redis+admission"))
+    assert alone.hit_ratio < 0.2 and alone.prefill_busy > 0.9
+    assert redis.hit_ratio > 0.9 and redis.hit_store > 0.3
+    assert both.hit_ratio > 0.9 and both.hit_device > redis.hit_device and both.waited > 0
+    assert redis.turns_per_hour > 2 * alone.turns_per_hour
+
+
+def test_states_alone_can_be_what_is_short(sessions):
+    many, few = (run("sglang", 6, make_budget(1_280_000, states), sessions) for states in (200, 12))
+    assert many.hit_ratio > 0.95 and few.hit_ratio < 0.5
+
+
+def test_the_same_seed_gives_the_same_point(sessions):
+    found = make_budget(320_000, 60, 320_000)
+    first, again, other = (run("redis+admission", 10, found, sessions, 100, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_sub_agents_run_beside_their_parent_and_are_waited_for():
+    def request(start_s, blocks):
+        return Request(start_s, 1.0, 64 * len(blocks), 64, blocks)
+
+    root = Agent("root", 0, (request(0.0, (1,)), request(50.0, (1, 2))), 0.0, 51.0)
+    child = Agent("a", 0, (request(2.0, (8,)), request(40.0, (8, 9))), 1.0, 41.0, 0, 0, 1)
+    made = scripts([Session("s", 64, (root, child))], 300.0)
+    point = simulate(
+        MACHINE,
+        make_budget(6400, 50),
+        made,
+        Policy("sglang"),
+        1,
+        Settings(requests=40, start_share=0.0),
+    )
+    # A session takes 4 requests; the parent waits for the gaps of 1 + 37 s, then goes on.
+    assert point.requests == 40
+    assert point.duration_s / 10 == pytest.approx(49 + 1.7, rel=0.1)
+
+
+def test_the_command_reports_and_draws(capsys, tmp_path):
+    picture = tmp_path / "curve.svg"
+    arguments = ["simulate", "--context", "20000", "--turns", "6", "--requests", "60", "--concurrency", "2,4"]
+    assert main([*arguments, "--json", "--svg", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["points"]) == 8 and found["requests"] == 8 * 60
+    assert {point["policy"] for point in found["points"]} == set(POLICIES)
+    ElementTree.parse(picture)
+    assert main([*arguments, "--policy", "sglang"]) == 0
+    assert all(len(line) <= 80 for line in capsys.readouterr().out.splitlines())
+    for wrong in (["--policy", "magic"], ["--concurrency", "0"], ["--concurrency", "x"]):
+        with pytest.raises(SystemExit):
+            main([*arguments, *wrong])
+    with pytest.raises(ValueError, match="no points"):
+        draw([], "x")
