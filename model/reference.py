@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -181,8 +181,11 @@ class ReferenceModel:
         return torch.stack([mixtures[layer + 1] for layer in layers], dim=1)
 
     @torch.inference_mode()
-    def greedy(self, ids: Sequence[int], count: int) -> list[Step]:
-        """Continue by the likeliest token, `count` times; of equal logits the lowest id wins."""
+    def greedy(self, ids: Sequence[int], count: int, stop: Collection[int] = ()) -> list[Step]:
+        """Continue by the likeliest token, `count` times or up to and with a token of `stop`.
+
+        Of equal logits the lowest id wins.
+        """
         sequence = _Sequence()
         new = self._embed(ids)
         steps: list[Step] = []
@@ -191,6 +194,8 @@ class ReferenceModel:
             best, second = logits.topk(2).values.tolist()
             token = int(logits.argmax())
             steps.append(Step(token, float(logits.log_softmax(-1)[token]), best - second))
+            if token in stop:
+                break
             new = self._embed([token])
         return steps
 
