@@ -1,10 +1,11 @@
-"""Build an untrained DSpark draft for a checkpoint.
+"""DSpark drafts: train one for the small K3, or build an untrained one for any checkpoint.
 
-It proposes noise: decoding with it is slower than without. It is for tests and measurements of verification.
+An untrained draft proposes noise: decoding with it is slower than without. It is for tests of verification.
 """
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from model.state import state_directory
 EXAMPLES = """\
   longhaul draft build
   longhaul draft build --target /models/k3 --output /models/k3-draft --block-size 4
+  longhaul draft train --output runs/k3-small-draft
 """
 
 _MAX_BLOCK = 64
@@ -39,9 +41,91 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
     build.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
+    train = actions.add_parser(
+        "train",
+        help="train a draft of the small K3",
+        description="Train a draft on generated sessions. A run goes on from the state it left.",
+    )
+    train.add_argument("--output", type=Path, required=True, metavar="DIR", help="draft, log and state")
+    train.add_argument(
+        "--target", type=Path, metavar="DIR", help="a K3 of `longhaul model train` (default: the shipped one)"
+    )
+    train.add_argument("--steps", type=int, default=2000, help="batches (default: %(default)s)")
+    train.add_argument("--tokens", type=int, default=65536, help="a batch (default: %(default)s)")
+    train.add_argument(
+        "--longest", type=int, default=32768, help="tokens of a sequence (default: %(default)s)"
+    )
+    train.add_argument(
+        "--anchors", type=int, default=64, help="blocks for 1,024 tokens (default: %(default)s)"
+    )
+    train.add_argument("--rate", type=float, default=1e-3, help="of learning (default: %(default)s)")
+    train.add_argument(
+        "--temperature", type=float, default=1.0, help="at which it will serve (default: %(default)s)"
+    )
+    train.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
+    train.add_argument("--workers", type=int, help="processes that draw data (default: cores but two)")
+    train.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
+    train.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
 
 def run(args: argparse.Namespace) -> int:
-    """Build and report; 0 when the draft stands, 1 when it could not be written, 2 for bad arguments."""
+    """Do as asked; 0 when the draft stands, 1 when it could not be written, 2 for bad arguments."""
+    return _train(args) if args.action == "train" else _build(args)
+
+
+def _train(args: argparse.Namespace) -> int:
+    import torch
+
+    from model import small
+    from model.training.command import Progress, note
+    from speculative.draft import DraftError
+    from speculative.training import Plan, Run
+
+    device: str = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if min(args.steps, args.anchors) < 1 or min(args.rate, args.temperature) <= 0:
+        print(
+            "longhaul draft train: --steps, --anchors, --rate and --temperature must be positive",
+            file=sys.stderr,
+        )
+        return 2
+    if args.longest < 64 or args.longest % 64 or args.tokens % args.longest:
+        print(
+            f"longhaul draft train: --longest {args.longest}: give a multiple of 64 that divides --tokens",
+            file=sys.stderr,
+        )
+        return 2
+    plan = Plan(
+        target=args.target or small.SHIPPED,
+        output=args.output,
+        steps=args.steps,
+        tokens=args.tokens,
+        longest=args.longest,
+        anchors=args.anchors,
+        rate=args.rate,
+        temperature=args.temperature,
+        seed=args.seed,
+        workers=args.workers or max(1, (os.cpu_count() or 4) - 2),
+        device=device,
+        dtype=torch.bfloat16 if device == "cuda" else torch.float32,
+    )
+    torch.set_float32_matmul_precision("high")
+    try:
+        with Progress() as report:
+            result = Run(plan, note).train(report)
+    except (DraftError, OSError, FloatingPointError, KeyError) as error:
+        print(f"longhaul draft train: {error}", file=sys.stderr)
+        return 1
+    result["path"] = str(plan.output)
+    if args.json:
+        print(json.dumps(result))
+        return 0
+    from rich.console import Console
+
+    Console().print_json(data=result)
+    return 0
+
+
+def _build(args: argparse.Namespace) -> int:
     if not 1 <= args.block_size <= _MAX_BLOCK:
         print(
             f"longhaul draft build: --block-size {args.block_size}: give 1 to {_MAX_BLOCK}", file=sys.stderr

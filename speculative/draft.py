@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+NORM_EPS: Final = 1e-6
 _SUCCESSOR_GAIN: Final = 40.0
 
 
@@ -43,6 +44,7 @@ class DraftConfig:
     head_dim: int = 32
     intermediate_size: int = 256
     markov_rank: int = 256
+    rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
         assert self.block_size > 0 and self.heads % self.kv_heads == 0
@@ -100,8 +102,8 @@ class DraftConfig:
             "head_dim": self.head_dim,
             "intermediate_size": self.intermediate_size,
             "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
+            "rms_norm_eps": NORM_EPS,
+            "rope_theta": self.rope_theta,
             "max_position_embeddings": self.max_positions,
             "tie_word_embeddings": False,
             "attention_bias": False,
@@ -183,7 +185,12 @@ def build(
     weights = random_weights(config, seed)
     if successors is not None:
         write_successors(weights, config, successors)
-    path.mkdir(parents=True, exist_ok=True)
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config.to_json(), indent=1) + "\n", encoding="utf-8")
+    save(path, config, weights)
     return config
+
+
+def save(path: Path, config: DraftConfig, weights: Mapping[str, Tensor]) -> None:
+    """Write a draft to the directory `path`, replacing one that stands there. Raises OSError."""
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(dict(weights), path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config.to_json(), indent=1) + "\n", encoding="utf-8")

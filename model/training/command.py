@@ -105,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     vocabulary = _vocabulary(args)
     try:
-        training = Run(plan, vocabulary, _note)
-        with _progress() as report:
+        training = Run(plan, vocabulary, note)
+        with Progress() as report:
             result = training.train(report)
     except (OSError, FloatingPointError, KeyError) as error:
         print(f"longhaul model train: {error}", file=sys.stderr)
@@ -139,21 +139,23 @@ def _vocabulary(args: argparse.Namespace) -> str:
     from model.training.geometry import VOCAB_SIZE
     from model.vocabulary import train
 
-    _note("learning the vocabulary")
+    note("learning the vocabulary")
     return train(list(corpus(args.seed, _VOCABULARY_SESSIONS, _VOCABULARY_SOURCES)), VOCAB_SIZE)
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
+    """Say something on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
-class _Progress:
-    """A bar on a terminal, lines elsewhere."""
+class Progress:
+    """How far training is, told on standard error: a bar on a terminal, lines elsewhere."""
 
     def __enter__(self) -> Callable[[float, str], None]:
+        """A function that takes the share done and a line."""
         self._bar: Any = None
         if not sys.stderr.isatty():
-            return lambda done, line: _note(f"{done:6.1%} {line}")
+            return lambda done, line: note(f"{done:6.1%} {line}")
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -167,7 +169,3 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-
-def _progress() -> _Progress:
-    return _Progress()
