@@ -3,9 +3,12 @@
 A session whose turn is due takes a place when its working set fits beside those of the others, which
 together may take `share` of the device. It keeps the place through gaps. Where there is none, the turn waits
 in the order of arrival, until a session ends, or one has been idle for longer than `hold_s`: that one gives
-its place up. With a store `hold_s` may be short, since the session comes back at the price of a restore.
+its place up. So does one that is idle when others have outgrown the room. With a store `hold_s` may be short,
+since the session comes back at the price of a restore, and a turn that would wait longer than its restore
+takes runs at once without a place.
 """
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +19,8 @@ from model.simulation.node import SLOTS_RUNNING
 
 # States that a session in place lives from: the last prompt's, its answer's, and the one before.
 STATES_PER_SESSION = 3
+# Weight of the newest interval in the mean time between free places.
+SMOOTHING = 0.1
 
 
 @dataclass(slots=True)
@@ -27,6 +32,8 @@ class Admission:
     hold_s: float
     share: float = 0.95
     waited: int = 0
+    _freed_s: float = 0.0
+    _interval_s: float = 0.0
     _placed: dict[int, int] = field(default_factory=dict[int, int])
     _active: dict[int, int] = field(default_factory=dict[int, int])
     _idle: OrderedDict[int, float] = field(default_factory=OrderedDict[int, float])
@@ -41,10 +48,19 @@ class Admission:
         )
         return max(1, slots // STATES_PER_SESSION)
 
-    def ask(self, session: int, tokens: int, admitted: Callable[[], None]) -> None:
-        """Call `admitted` when the session may use a working set of `tokens`."""
+    def ask(
+        self, session: int, tokens: int, admitted: Callable[[], None], restore_s: float = math.inf
+    ) -> None:
+        """Call `admitted` when the session may use a working set of `tokens`.
+
+        `restore_s` is how long it would take to run it without a place, from the store.
+        """
         if session in self._placed or (not self._waiting and self._make_place(tokens)):
             self._admit(session, tokens, admitted)
+            self._take_back()
+        elif restore_s < self._interval_s * (len(self._waiting) + 1):
+            self._active[session] = self._active.get(session, 0) + 1
+            admitted()
         else:
             self.waited += 1
             self._waiting.append((session, tokens, admitted))
@@ -55,14 +71,22 @@ class Admission:
         self._active[session] -= 1
         if not self._active[session]:
             del self._active[session]
-            self._idle[session] = self.events.now_s
+            if session in self._placed:
+                self._idle[session] = self.events.now_s
         self._serve()
 
     def leave(self, session: int) -> None:
         """The session has ended."""
-        self._placed.pop(session, None)
+        if self._placed.pop(session, None) is not None:
+            self._count_freed()
         self._idle.pop(session, None)
         self._serve()
+
+    def _count_freed(self) -> None:
+        """Follow how long it takes until the next place is free."""
+        now_s = self.events.now_s
+        self._interval_s += SMOOTHING * (now_s - self._freed_s - self._interval_s)
+        self._freed_s = now_s
 
     def _admit(self, session: int, tokens: int, admitted: Callable[[], None]) -> None:
         self._placed[session] = max(tokens, self._placed.get(session, 0))
@@ -80,7 +104,15 @@ class Admission:
             if self.events.now_s - since_s < self.hold_s or not self._idle:
                 return not self._placed  # one alone always runs
             del self._idle[session], self._placed[session]
+            self._count_freed()
         return True
+
+    def _take_back(self) -> None:
+        """Where sessions have outgrown the room, the one that became idle last gives its place up."""
+        while self._idle and sum(self._placed.values()) > self.share * self.budget.kv_tokens:
+            session, _ = self._idle.popitem()
+            del self._placed[session]
+            self._count_freed()
 
     def _serve(self) -> None:
         while self._waiting:

@@ -125,7 +125,8 @@ class _Run:
         if loop.admission is None:
             submit()
         else:
-            loop.admission.ask(self.number, call.input_tokens + call.output_tokens, submit)
+            tokens = call.input_tokens + call.output_tokens
+            loop.admission.ask(self.number, tokens, submit, loop.node.restore_s(call))
 
     def _spawn(self, parent: int, after: int | None) -> None:
         for index, child in enumerate(self.script.conversations):

@@ -10,6 +10,7 @@ Left out: states at chunk borders within a prompt, what prefill and decoding tak
 competing with reads.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -103,14 +104,14 @@ class Node:
         """The tiers that there are, the nearest first."""
         return [tier for tier in (self.device, self.host, self.store) if tier is not None]
 
-    def backlog_s(self) -> float:
-        """How long prefill is busy with what was begun."""
-        return max(0.0, self._prefill_free_s - self.events.now_s)
-
     def restore_s(self, call: Call) -> float:
-        """How long reading the prompt from the store would take now."""
+        """How long the prompt's first token would take now from the store; infinite without one."""
+        if self.store is None:
+            return math.inf
         size = call.input_tokens * self.budget.kv_bytes_per_token + self.budget.state_bytes
-        return max(0.0, self._store_free_s - self.events.now_s) + size / self.machine.store_bytes_s
+        read_s = max(0.0, self._store_free_s - self.events.now_s) + size / self.machine.store_bytes_s
+        slots_s = len(self._waiting) * call.output_tokens / self.machine.decode_tokens_s
+        return read_s + slots_s / self.budget.running_requests
 
     def submit(self, request: Request) -> None:
         """Take a request; `request.done` is called when its answer ends."""
