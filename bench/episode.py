@@ -26,10 +26,10 @@ from cache_store.servers import own_servers
 from model import small
 from model.encoding import generation_segments, head_segments, messages_segments
 from model.reference import ReferenceModel
-from model.tasks import lexicon
 from model.tasks.lexicon import Split
 from model.tasks.session import Session
 from model.tasks.task import Task, play
+from model.tasks.world import Naming
 from model.tokenizer import K3Tokenizer
 from service.channels import ChannelParser
 from service.conversation import Completion
@@ -62,7 +62,7 @@ class Player:
         self._reference = ReferenceModel.load(model)
         self._tokenizer = K3Tokenizer.load(model)
         rng = Random(f"episode/{seed}")
-        self._session = Session.draw(rng, Split.HELD_OUT, (rng.choice(lexicon.VERBS),))
+        self._session = Session.draw(rng, Split.HELD_OUT, Naming.uniform(rng))
         self._ids = self._tokenizer.encode_segments(head_segments(self._session.environment.schema()))
         self._turns: list[Turn] = []
         self._after_call: list[int] = []

@@ -1,1 +1,1 @@
-"""Kimi K3 in SGLang: encoding, CPU platform, tiny checkpoint, reference model, launch profiles."""
+"""Kimi K3 in SGLang: encoding, CPU platform, tiny and small checkpoints, reference model, launch profiles."""

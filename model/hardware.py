@@ -47,6 +47,6 @@ def choose_profile(gpus: Sequence[str]) -> str:
         known = ", ".join(f"{p.name} ({p.gpus} x {p.gpu})" for p in candidates if p.gpu is not None)
         raise ProfileError(
             f"no profile for {len(gpus)} x {gpus[0]}; there are {known}. Pass --profile with one of them, "
-            f"the path of your own .toml file, or {CPU_PROFILE} for the tiny model on the CPU"
+            f"the path of your own .toml file, or {CPU_PROFILE} for the small model on the CPU"
         )
     return max(fitting, key=lambda profile: profile.gpus or 0).name

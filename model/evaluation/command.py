@@ -1,7 +1,6 @@
 """`longhaul model eval`: held-out episodes through the gateway, by the openai package.
 
-In an episode the names of all look-up tools begin with one verb (`get_river`, `get_pine`), unless mixed ones
-are asked for.
+In an episode all look-up tools are named alike (`get_river(id)`, `get_pine(id)`), unless told otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,12 +20,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from model.evaluation.player import Conversation, Counts, Judgement, Tally, fact_of
 from model.evaluation.server import Endpoints, ServerFailure, serving
-from model.tasks import lexicon, lookups, talk
+from model.tasks import lookups, talk
 from model.tasks.environment import Environment, World
 from model.tasks.lexicon import Split
 from model.tasks.session import Session
 from model.tasks.task import Fact, Task
-from model.tasks.world import draw
+from model.tasks.world import MIXED, Naming, draw
 
 if TYPE_CHECKING:
     from openai import OpenAI  # not for `--help`, nor where a model is only trained
@@ -56,9 +55,9 @@ def add_arguments(actions: Any) -> None:
         "--turns", type=int, default=40, help="between fact and question (default: %(default)s)"
     )
     parser.add_argument(
-        "--mixed-verbs",
+        "--mixed-names",
         action="store_true",
-        help="let every look-up tool's name begin with a verb of its own (get_, fetch_, find_ ...)",
+        help="let look-up tools differ in their names (get_, find_ ...) and arguments (id, key ...)",
     )
     parser.add_argument("--parallel", type=int, default=8, help="at once (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the episodes (default: %(default)s)")
@@ -117,11 +116,11 @@ def evaluate(at: Endpoints, args: argparse.Namespace) -> dict[str, Any]:
     work: list[Callable[[], _Episode]] = []
     for n in range(args.sessions):  # long ones first
         rng = Random(f"{args.seed}/long/{n}")
-        work.append(_Long(gateway, engine, rng, args.turns, _verbs(rng, args), progress).play)
+        work.append(_Long(gateway, engine, rng, args.turns, _naming(rng, args), progress).play)
         progress.tasks += args.turns + len(_TOLD)
     for n in range(args.episodes):
         rng = Random(f"{args.seed}/short/{n}")
-        session = Session.draw(rng, Split.HELD_OUT, _verbs(rng, args))
+        session = Session.draw(rng, Split.HELD_OUT, _naming(rng, args))
         tasks = rng.randrange(1, _MOST_TASKS + 1)
         work.append(lambda session=session, tasks=tasks: _short(gateway, session, tasks, progress))
         progress.tasks += tasks
@@ -134,8 +133,8 @@ def evaluate(at: Endpoints, args: argparse.Namespace) -> dict[str, Any]:
     return _summary(episodes[args.sessions :], episodes)
 
 
-def _verbs(rng: Random, args: argparse.Namespace) -> Sequence[str]:
-    return lexicon.VERBS if args.mixed_verbs else (rng.choice(lexicon.VERBS),)
+def _naming(rng: Random, args: argparse.Namespace) -> Naming:
+    return MIXED if args.mixed_names else Naming.uniform(rng)
 
 
 @dataclass(slots=True)
@@ -185,12 +184,12 @@ class _Long:
     engine: OpenAI
     rng: Random
     turns: int
-    verbs: Sequence[str]
+    naming: Naming
     progress: Progress
 
     def play(self) -> _Episode:
         """Play it, and ask with the ledger and without."""
-        world = draw(self.rng, Split.HELD_OUT, self.verbs)
+        world = draw(self.rng, Split.HELD_OUT, self.naming)
         conversation = Conversation(self.client, Environment(world))
         judgements: list[Judgement] = []
         facts: list[Fact] = []

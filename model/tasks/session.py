@@ -1,11 +1,11 @@
 """Sessions: tasks one after another in one conversation, with facts that are asked for many turns later."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final, TypeAlias
 
-from model.tasks import files, lexicon, lookups, talk, world
+from model.tasks import files, lookups, talk, world
 from model.tasks.environment import CALCULATOR, FILE_TOOLS, PUT, Environment, World
 from model.tasks.lexicon import Split
 from model.tasks.task import Fact, Task, play
@@ -53,9 +53,9 @@ class Session:
     calls: int = 0
 
     @classmethod
-    def draw(cls, rng: Random, split: Split, verbs: Sequence[str] = lexicon.VERBS) -> "Session":
-        """A fresh session; one in twelve has no tools. `verbs` are those of look-up tools."""
-        setting = World(()) if rng.random() < 1 / 12 else world.draw(rng, split, verbs)
+    def draw(cls, rng: Random, split: Split, naming: world.Naming = world.MIXED) -> "Session":
+        """A fresh session; one in twelve has no tools."""
+        setting = World(()) if rng.random() < 1 / 12 else world.draw(rng, split, naming)
         return cls(rng, split, Environment(setting))
 
     def next_task(self) -> Task:

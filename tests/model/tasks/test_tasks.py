@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.tasks import lexicon, talk
+from model.tasks import lexicon, talk, world
 from model.tasks.environment import CALCULATOR, FILE_TOOLS, STORE_TOOLS, Environment, World, calls_of
 from model.tasks.lexicon import Split, split_of
 from model.tasks.session import Session
@@ -119,3 +119,11 @@ def test_tools(environment: Environment, tool: str, arguments: dict[str, str], t
 def test_calls_that_fit_no_schema_are_invalid(environment: Environment, tool: str, arguments: str) -> None:
     outcome = environment.call(tool, arguments)
     assert not outcome.is_valid and outcome.text.startswith("error: ")
+
+
+def test_look_up_tools_are_named_alike_when_asked() -> None:
+    for seed in range(40):
+        rng = Random(seed)
+        drawn = world.draw(rng, Split.HELD_OUT, world.Naming.uniform(rng))
+        assert len({name.partition("_")[0] for name in drawn.tables}) == 1
+        assert len({table.key for table in drawn.tables.values()}) == 1
