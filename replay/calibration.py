@@ -11,6 +11,7 @@ from pathlib import Path
 
 from replay.client import ChatClient
 from replay.errors import EndpointError, RequestFailed
+from replay.filler import cache_bust
 from replay.layout import ASSISTANT, SYSTEM, USER, Overhead
 from replay.words import from_endpoint, from_tokenizer
 
@@ -82,3 +83,16 @@ async def calibrate(count_tokens: CountTokens, words: Sequence[str], seed: int) 
     long = [{"role": role, "content": text(CHECKED_WORDS)} for role in roles]
     expected = overhead.prompt + sum(overhead.of(role) + CHECKED_WORDS for role in roles)
     return Calibration(overhead, await count_tokens(long) - expected)
+
+
+async def mark_tokens(client: ChatClient, words: Sequence[str]) -> int:
+    """The tokens that `[rid:...]` costs at the start of a message. Raises EndpointError."""
+    text = "".join(words[:PROBE_WORDS])
+    try:
+        counts = [
+            await client.prompt_tokens([{"role": USER, "content": content}], CORRELATION_ID)
+            for content in (text, cache_bust("probe") + text)
+        ]
+    except RequestFailed as error:
+        raise EndpointError(f"{client.url} can't be measured: {error}") from error
+    return counts[1] - counts[0]

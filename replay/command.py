@@ -8,6 +8,7 @@ an infinite cache would have hit was hit.
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import os
 import random
 import signal
@@ -22,7 +23,7 @@ import orjson
 import uvloop
 from rich.console import Console
 
-from replay.calibration import Calibration, measure
+from replay.calibration import Calibration, mark_tokens, measure
 from replay.client import ChatClient
 from replay.errors import EndpointError, ReplayError
 from replay.layout import Planner
@@ -31,9 +32,10 @@ from replay.progress import ReplayProgress
 from replay.record import Record
 from replay.render import document, request_rows, tables
 from replay.report import Report, make_report
+from replay.rules import SCENARIOS, Rules, chosen, invalid_because
 from replay.run import Replay
 from replay.scale import Scale
-from replay.schedule import Pace, SystemClock
+from replay.schedule import IdleCapClock, Pace, SystemClock
 from replay.selection import fitting, largest_scale, load
 from replay.trace import Session
 
@@ -41,6 +43,8 @@ EXAMPLES = """\
   longhaul replay traces/                   # a folder, as small as the model's context needs
   longhaul replay a.json b.json c.json --concurrency 3 --scale 1/32
   longhaul replay traces/ --url https://host --model kimi-k3 --api-key-env KIMI_KEY --max-sessions 20
+  longhaul replay traces/ --scenario agentx --concurrency 8 --url https://host
+  longhaul replay chat.jsonl --arrivals trace --time-scale 1
   longhaul replay traces/ --tokenizer models/kimi-k3 --seed 7 --json --output replay.json
 """
 EXIT_ERRORS = 1
@@ -104,18 +108,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--error-limit",
         type=_not_negative,
-        default=0.01,
         metavar="SHARE",
-        help="share of failed requests from which on the exit status is 1 (default: %(default)s)",
+        help="share of failed requests from which on the exit status is 1 (default: 0.01)",
     )
+    _add_rules(parser)
     add("--json", action="store_true", help="print one JSON object instead of a table")
     add("--output", type=Path, metavar="FILE", help="write the JSON, with a row per request, to a file")
+
+
+def _add_rules(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("rules", "a scenario sets them; each can be set for itself")
+    add = group.add_argument
+    add("--scenario", choices=sorted(SCENARIOS), default="none", help="agentx: those of InferenceX")
+    add(
+        "--start-window",
+        type=_window,
+        metavar="LOW-HIGH",
+        help="begin live sessions at a random place between these shares (agentx: 0.25-0.75)",
+    )
+    add(
+        "--warm-up",
+        type=_count,
+        metavar="N",
+        help="requests for one token before that place, per session (agentx: 10)",
+    )
+    add("--duration", type=_over_zero, metavar="SECONDS", help="measured time (agentx: 3600)")
+    add(
+        "--system-idle-cap",
+        type=_not_negative,
+        metavar="SECONDS",
+        help="longest time without any request in flight (agentx: 10)",
+    )
+    switch = argparse.BooleanOptionalAction
+    add("--recycle", action=switch, help="begin ended sessions again (agentx: yes)")
+    add("--cache-bust", action=switch, help="mark each run of a session in its first user message")
+    add("--overflow-limit", type=_not_negative, metavar="SHARE", help="of prompts too long (agentx: 0.01)")
+    add(
+        "--arrivals",
+        choices=("closed", "poisson", "trace"),
+        default="closed",
+        help="closed: --concurrency live sessions; else sessions start at random, --rate a second, or when "
+        "the trace says, times --time-scale, however many are live (default: %(default)s)",
+    )
+    add("--rate", type=_over_zero, metavar="SESSIONS", help="with --arrivals poisson")
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay and report; 0, or 1 over the error limit, 2 when nothing could be replayed, 130 after Ctrl-C."""
     try:
         api_key = _api_key(args.api_key_env)
+        if (args.arrivals == "poisson") != (args.rate is not None):
+            raise ReplayError("--rate: belongs to --arrivals poisson, which needs it")
         sessions = load(args.paths, args.max_sessions, args.max_turns)
         outcome = uvloop.run(_replay(args, sessions, api_key))
         result = outcome.document
@@ -129,6 +172,8 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(orjson.dumps(result).decode() + "\n")
     else:
         Console().print(tables(outcome.report))
+        if args.scenario != "none":
+            _print_verdict(result)
     if outcome.stopped:
         console.print(
             f"longhaul replay: {outcome.stopped}", style="red", highlight=False, markup=False, soft_wrap=True
@@ -136,6 +181,14 @@ def run(args: argparse.Namespace) -> int:
     if outcome.interrupted:
         return EXIT_INTERRUPTED
     return 0 if outcome.ok else EXIT_ERRORS
+
+
+def _print_verdict(result: dict[str, Any]) -> None:
+    out = Console(highlight=False, markup=False)
+    if result["valid"]:
+        out.print(f"valid under {result['scenario']}")
+    for reason in result["invalid_because"]:
+        out.print(f"not valid under {result['scenario']}: {reason}")
 
 
 def _complain(problem: object) -> None:
@@ -163,17 +216,25 @@ async def _replay(args: argparse.Namespace, sessions: list[Session], api_key: st
             console.print(f"left out above {args.max_context:,} tokens: {', '.join(skipped)}")
         words, calibration = await measure(client, args.tokenizer, seed)
         _warn(client, calibration)
+        rules = _rules(args)
+        bust_tokens = await mark_tokens(client, words) if rules.cache_bust else 0
         pace = Pace(float(scale.factor) if args.time_scale is None else args.time_scale, args.idle_cap)
-        with ReplayProgress(sum(session.turns for session in sessions), console) as progress:
+        turns = None if rules.recycle else sum(session.turns for session in sessions)
+        capped = rules.system_idle_cap_s
+        clock = SystemClock() if capped is None else IdleCapClock(capped * pace.time_scale)
+        with ReplayProgress(turns, console) as progress:
             replay = Replay(
                 client=client,
                 planner=Planner(scale, calibration.overhead),
                 words=words,
                 pace=pace,
-                clock=SystemClock(),
+                clock=clock,
                 concurrency=args.concurrency,
                 seed=seed,
                 on_record=progress.add,
+                rules=rules,
+                starts=_starts(args, sessions, seed, pace.time_scale),
+                bust_tokens=bust_tokens,
             )
             tiers_before = await _tiers(client)
             interrupted, stopped = await _until_interrupted(replay, sessions)
@@ -185,7 +246,21 @@ async def _replay(args: argparse.Namespace, sessions: list[Session], api_key: st
             if tiers:
                 report = dataclasses.replace(report, total=dataclasses.replace(report.total, tiers=tiers))
                 tiers_source = "metrics"
-    ok = not interrupted and stopped is None and report.error_rate <= args.error_limit
+    measured_s = max(0.0, (replay.end_s or 0.0) - replay.begin_s) if replay.begin_s is not None else 0.0
+    invalid = invalid_because(
+        rules,
+        report,
+        replay.records,
+        forced=client.forcing.accepted,
+        scale=str(scale),
+        time_scale=pace.time_scale,
+        live=args.concurrency if rules.recycle else len(sessions),
+        concurrency=args.concurrency,
+        measured_s=measured_s,
+    )
+    if interrupted or stopped is not None:
+        invalid.insert(0, "the run ended before its time")
+    ok = not interrupted and stopped is None and report.error_rate <= rules.error_limit
     about = {
         "ok": ok,
         "interrupted": interrupted,
@@ -203,6 +278,14 @@ async def _replay(args: argparse.Namespace, sessions: list[Session], api_key: st
         "template_residual_tokens": calibration.residual_tokens,
         "forced": client.forcing.accepted,
         "tiers_source": tiers_source,
+        "scenario": args.scenario,
+        "rules": dataclasses.asdict(rules),
+        "arrivals": args.arrivals,
+        "valid": not invalid,
+        "invalid_because": invalid,
+        "measured_s": measured_s,
+        "warm_up_requests": len(replay.warm_up_records),
+        "idle_skipped_s": clock.skipped_s if isinstance(clock, IdleCapClock) else 0.0,
     }
     return _Outcome(report, replay.records, document(report, about), ok, interrupted, stopped)
 
@@ -264,6 +347,36 @@ def _scale(text: str, sessions: Sequence[Session], context_tokens: int | None) -
     return scale
 
 
+def _rules(args: argparse.Namespace) -> Rules:
+    return chosen(
+        args.scenario,
+        {
+            "start_window": args.start_window,
+            "warm_up_requests": args.warm_up,
+            "duration_s": args.duration,
+            "system_idle_cap_s": args.system_idle_cap,
+            "recycle": args.recycle,
+            "cache_bust": args.cache_bust,
+            "overflow_limit": args.overflow_limit,
+            "error_limit": args.error_limit,
+        },
+    )
+
+
+def _starts(
+    args: argparse.Namespace, sessions: Sequence[Session], seed: int, time_scale: float
+) -> list[float] | None:
+    """When sessions start in an open loop, in seconds from the begin; None for a closed one."""
+    if args.arrivals == "closed":
+        return None
+    if args.arrivals == "poisson":
+        source = random.Random(seed)
+        gaps = (source.expovariate(args.rate) for _ in sessions)
+        return list(itertools.accumulate(gaps, initial=0.0))[: len(sessions)]
+    first_s = min(session.arrival_s for session in sessions)
+    return [(session.arrival_s - first_s) * time_scale for session in sessions]
+
+
 def _api_key(variable: str | None) -> str | None:
     if variable is None:
         return None
@@ -288,3 +401,28 @@ def _not_negative(text: str) -> float:
     if number < 0:
         raise argparse.ArgumentTypeError(f"must not be negative, is {text}")
     return number
+
+
+def _over_zero(text: str) -> float:
+    number = _not_negative(text)
+    if not number:
+        raise argparse.ArgumentTypeError("must be over 0")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, is {number}")
+    return number
+
+
+def _window(text: str) -> tuple[float, float]:
+    low, _, high = text.partition("-")
+    try:
+        window = float(low), float(high)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be two shares such as 0.25-0.75, is {text!r}") from error
+    if not 0 <= window[0] <= window[1] <= 1:
+        raise argparse.ArgumentTypeError(f"must be two shares from 0 to 1 in order, is {text!r}")
+    return window

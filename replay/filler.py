@@ -69,3 +69,8 @@ class Filler:
 
     def _hash(self, data: bytes) -> bytes:
         return hashlib.blake2b(data, key=self.key, digest_size=PICKS.size).digest()
+
+
+def cache_bust(key: str) -> str:
+    """AgentX's mark at the start of the first user message, `[rid:` and 12 hex digits `]`."""
+    return f"[rid:{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}]\n\n"

@@ -12,7 +12,7 @@ from replay.record import Record
 class ReplayProgress:
     """Turns done, tokens and the hit rate so far; a context manager."""
 
-    def __init__(self, turns: int, console: Console) -> None:
+    def __init__(self, turns: int | None, console: Console) -> None:
         self._progress = Progress(
             TextColumn("replay"),
             BarColumn(),

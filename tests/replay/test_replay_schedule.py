@@ -23,11 +23,12 @@ class FakeClock:
     def now(self) -> float:
         return self.time_s
 
-    async def sleep_until(self, due_s: float) -> None:
+    async def sleep_until(self, due_s: float) -> float:
         if due_s > self.time_s:
             passed = asyncio.get_running_loop().create_future()
             heapq.heappush(self.waiting, (due_s, next(self.order), passed))
             await passed
+        return due_s
 
     async def run(self, work) -> None:
         task = asyncio.ensure_future(work)
