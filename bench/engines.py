@@ -95,23 +95,49 @@ def running_engine(
 
     One without a store has nothing to lose and is killed: SGLang takes ten seconds to leave when asked to.
     """
-    port = free_port()
-    command = load_profile(profile).command(model, port, store_url=store_url, draft=draft, extra=extra)
-    service = engine_service(command, port, log)
-    service.launch()
+    with running_engines(
+        model, [log], profile=profile, store_url=store_url, draft=draft, extra=extra
+    ) as engines:
+        yield engines[0]
+
+
+@contextmanager
+def running_engines(
+    model: Path,
+    logs: Sequence[Path],
+    *,
+    profile: str = "cpu-tiny",
+    store_url: str | None = None,
+    draft: Path | None = None,
+    extra: Sequence[str] = (),
+) -> Generator[list[Engine]]:
+    """As `running_engine`, for one engine a log; they boot at once."""
+    engines: list[Engine] = []
+    services: list[HttpService] = []
     try:
+        for log in logs:
+            port = free_port()
+            command = load_profile(profile).command(
+                model, port, store_url=store_url, draft=draft, extra=extra
+            )
+            service = engine_service(command, port, log)
+            service.launch()
+            services.append(service)
+            engines.append(Engine(service, port))
         end = time.monotonic() + CPU_START_TIMEOUT_S
-        while not service.is_ready():
-            if service.poll() is not None or time.monotonic() > end:
-                tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-                raise EngineFailure(f"the engine did not start; the end of {log}:\n{tail}")
-            time.sleep(_POLL_S)
-        yield Engine(service, port)
+        for service in services:
+            while not service.is_ready():
+                if service.poll() is not None or time.monotonic() > end:
+                    tail = "\n".join(service.log.read_text(errors="replace").splitlines()[-15:])
+                    raise EngineFailure(f"the engine did not start; the end of {service.log}:\n{tail}")
+                time.sleep(_POLL_S)
+        yield engines
     finally:
-        if store_url is None and service.pid is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(service.pid, signal.SIGKILL)
-        service.stop()
+        for service in services:
+            if store_url is None and service.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(service.pid, signal.SIGKILL)
+            service.stop()
 
 
 def note(text: str) -> None:

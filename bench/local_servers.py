@@ -78,7 +78,7 @@ def local_gateway(
     service = gateway_service(
         host=HOST,
         port=port,
-        engine_url=engine_url,
+        engine_urls=[engine_url],
         ledger_url=ledger_url,
         model=model,
         tenants=tenants,

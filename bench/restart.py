@@ -118,7 +118,7 @@ def gateway(engine: Engine, ledger: RedisServer, model: Path, log: Path) -> Gene
     service = gateway_service(
         host="127.0.0.1",
         port=port,
-        engine_url=engine.url,
+        engine_urls=[engine.url],
         ledger_url=ledger.url,
         model=model,
         tenants=None,

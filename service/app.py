@@ -65,7 +65,7 @@ def build_app(service: Service) -> ASGIApp:
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
-            await service.engine.close()
+            await service.engines.close()
             await service.runner.close()
             await service.ledger.close()
 

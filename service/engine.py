@@ -56,7 +56,10 @@ class EngineInfo:
 
 
 class Engine:
-    """One SGLang server. `vocabulary` bounds the ids that may be sent (exclusive)."""
+    """One SGLang server. `vocabulary` bounds the ids that may be sent (exclusive).
+
+    name: its address, host and port. available: whether it was there when last asked; true until then.
+    """
 
     def __init__(
         self,
@@ -68,6 +71,8 @@ class Engine:
     ) -> None:
         self._vocabulary = vocabulary
         self._url = URL(url.rstrip("/"))
+        self.name = f"{self._url.host}:{self._url.port}"
+        self.available = True
         self._api_key = api_key
         self._silence_timeout_s = silence_timeout_s
         self._opened: aiohttp.ClientSession | None = None
@@ -130,10 +135,11 @@ class Engine:
         """Whether the engine takes requests now."""
         try:
             async with self._client.get(self._url / "ready", timeout=_CONTROL) as answer:
-                return answer.status == 200
+                self.available = answer.status == 200
         except _FAULTS:
             self._info = None
-            return False
+            self.available = False
+        return self.available
 
     async def metrics(self) -> bytes:
         """The engine's Prometheus page; empty when it has none or can't be reached."""
@@ -249,6 +255,7 @@ class Engine:
     def _unavailable(self, path: str, error: Exception) -> EngineUnavailable:
         log.warning("the engine's %s failed: %r", path, error)
         self._info = None  # another one, with other limits, may answer next
+        self.available = False
         return EngineUnavailable()
 
 

@@ -1,4 +1,4 @@
-"""Watching the engine: is it there, and does it render conversations to the very tokens that we render?
+"""Watching the engines: are they there, and do they render conversations to the very tokens that we render?
 
 The gateway encodes conversations itself. Whether its encoding and tokenizer are the checkpoint's own is asked
 of the engine (`/tokenize` renders a chat request through the checkpoint's `apply_chat_template`) whenever an
@@ -15,6 +15,7 @@ from typing import Any, Final
 from model.encoding import conversation_segments
 from model.tokenizer import K3Tokenizer
 from service.engine import Engine
+from service.engines import Engines
 from service.errors import EngineError
 from service.metrics import Metrics
 
@@ -87,47 +88,77 @@ SAMPLES: Final = (
 )
 
 
-class EngineWatch:
-    """What is known of the engine. `verified` None: not compared, or the engine could not be asked."""
+@dataclass(slots=True)
+class Watched:
+    """What is known of one engine. `verified` None: not compared, or it could not be asked."""
 
-    def __init__(self, engine: Engine, tokenizer: K3Tokenizer, metrics: Metrics) -> None:
-        self.ready = False
-        self.verified: bool | None = None
-        self.mismatches: tuple[str, ...] = ()
-        self._engine = engine
+    engine: Engine
+    ready: bool = False
+    verified: bool | None = None
+    mismatches: tuple[str, ...] = ()
+
+
+class EngineWatch:
+    """What is known of the engines."""
+
+    def __init__(self, engines: Engines, tokenizer: K3Tokenizer, metrics: Metrics) -> None:
+        self._watched = [Watched(engine) for engine in engines.engines]
         self._tokenizer = tokenizer
         self._metrics = metrics
 
+    @property
+    def verified(self) -> bool | None:
+        """Whether every engine that could be asked renders as we do; None when none could be."""
+        known = [watched.verified for watched in self._watched if watched.verified is not None]
+        return all(known) if known else None
+
+    @property
+    def mismatches(self) -> tuple[str, ...]:
+        """The samples that any engine renders otherwise."""
+        return tuple(dict.fromkeys(name for watched in self._watched for name in watched.mismatches))
+
     async def run(self) -> None:
         """Watch until cancelled."""
-        while True:
-            was_ready, self.ready = self.ready, await self._engine.ready()
-            if self.ready and (self.verified is None or not was_ready):
-                await self._verify()
-            elif was_ready and not self.ready:
-                log.warning("the engine is gone")
-            await asyncio.sleep(_PRESENT_POLL_S if self.ready else _ABSENT_POLL_S)
+        async with asyncio.TaskGroup() as watching:
+            for watched in self._watched:
+                watching.create_task(self._watch(watched))
 
-    async def _verify(self) -> None:
+    async def _watch(self, watched: Watched) -> None:
+        while True:
+            was_ready, watched.ready = watched.ready, await watched.engine.ready()
+            self._metrics.engine_ready.labels(watched.engine.name).set(watched.ready)
+            if watched.ready and (watched.verified is None or not was_ready):
+                await self._verify(watched)
+            elif was_ready and not watched.ready:
+                log.warning("engine %s is gone", watched.engine.name)
+            await asyncio.sleep(_PRESENT_POLL_S if watched.ready else _ABSENT_POLL_S)
+
+    async def _verify(self, watched: Watched) -> None:
+        engine = watched.engine
         try:
-            info = await self._engine.info()
-            mismatches = [sample.name for sample in SAMPLES if not await self._agrees(sample, info.model)]
+            info = await engine.info()
+            mismatches = [
+                sample.name for sample in SAMPLES if not await self._agrees(engine, sample, info.model)
+            ]
         except EngineError as error:
-            self.verified = None
-            log.warning("the engine did not render the samples: %r", error)
+            watched.verified = None
+            log.warning("engine %s did not render the samples: %r", engine.name, error)
             return
-        self.verified, self.mismatches = not mismatches, tuple(mismatches)
-        self._metrics.encoding_verified.set(self.verified)
+        watched.verified, watched.mismatches = not mismatches, tuple(mismatches)
+        self._metrics.encoding_verified.set(bool(self.verified))
         if mismatches:
             log.error(
-                "PROMPTS DIFFER: the engine renders other tokens than this gateway for %s. Give both the "
+                "PROMPTS DIFFER: engine %s renders other tokens than this gateway for %s. Give both the "
                 "same checkpoint (--model). Until then answers are not to be trusted.",
+                engine.name,
                 ", ".join(mismatches),
             )
         else:
-            log.info("engine %s (SGLang %s) renders the same tokens", info.model, info.version)
+            log.info(
+                "engine %s, %s (SGLang %s), renders the same tokens", engine.name, info.model, info.version
+            )
 
-    async def _agrees(self, sample: Sample, model: str) -> bool:
+    async def _agrees(self, engine: Engine, sample: Sample, model: str) -> bool:
         ours = self._tokenizer.encode_segments(
             conversation_segments(
                 sample.messages, sample.tools, thinking=sample.thinking, thinking_effort=sample.effort
@@ -140,4 +171,4 @@ class EngineWatch:
             request["reasoning_effort"] = sample.effort
         if not sample.thinking:
             request["chat_template_kwargs"] = {"thinking": False}
-        return ours == await self._engine.tokenize(request)
+        return ours == await engine.tokenize(request)

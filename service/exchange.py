@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 async def served_model(service: Service, wanted: str | None) -> str:
     """The engine's name for its model. Raises NotFound when another one is wanted, and EngineUnavailable."""
-    served = (await service.engine.info()).model
+    served = (await service.engines.info()).model
     if wanted is not None and wanted != served:
         raise NotFound(
             f"The model {wanted[:100]!r} does not exist. This service has {served!r}.",

@@ -1,4 +1,4 @@
-"""Serve agents over HTTP in front of a running engine: OpenAI Chat Completions with exact turns.
+"""Serve agents over HTTP in front of running engines: OpenAI Chat Completions with exact turns.
 
 On SIGTERM or Ctrl-C no new connections are taken, and requests get --drain-s seconds to end.
 """
@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Final, cast, get_args
@@ -28,6 +28,7 @@ from service.access import JsonFormatter
 from service.app import build_app
 from service.engine import Engine
 from service.engine_watch import EngineWatch
+from service.engines import Engines
 from service.metrics import Metrics
 from service.quotas import Quotas
 from service.responses_store import ResponseStore
@@ -42,10 +43,12 @@ log = logging.getLogger(__name__)
 
 _GC_THRESHOLDS = (20_000, 10, 20)
 LOG_LEVELS = ("debug", "info", "warning", "error")
+_ENGINE_URL: Final = "http://127.0.0.1:30000"
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 EXAMPLES = """\
   longhaul gateway
   longhaul gateway --engine http://engine:30000 --ledger redis://ledger:6379/0 --model /models/kimi-k3
+  longhaul gateway --engine http://engine-1:30000 --engine http://engine-2:30000
   longhaul gateway --host 0.0.0.0 --tenants tenants.toml"""
 
 
@@ -54,7 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
     parser.add_argument(
-        "--engine", default="http://127.0.0.1:30000", metavar="URL", help="SGLang (%(default)s)"
+        "--engine",
+        action="append",
+        metavar="URL",
+        help=f"SGLang ({_ENGINE_URL}); more than once: replicas on one store, a session stays with one",
     )
     parser.add_argument(
         "--ledger",
@@ -129,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     model = args.model or state_directory() / "models" / "k3-small"
     try:
         service = build_service(
-            engine_url=args.engine,
+            engine_urls=args.engine or [_ENGINE_URL],
             ledger_url=args.ledger,
             store_url=args.store,
             turn_ttl_s=dict(args.turn_ttl),
@@ -150,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
 
 def build_service(
     *,
-    engine_url: str,
+    engine_urls: Sequence[str],
     ledger_url: str,
     store_url: str | None = None,
     turn_ttl_s: Mapping[TtlClass | None, int] | None = None,
@@ -169,14 +175,14 @@ def build_service(
     environment is SGLang's `--api-key`. `turn_ttl_s`: how long turns of a class live, None for those of no
     class and of every other.
     """
-    if httpx.URL(engine_url).scheme not in ("http", "https"):
-        raise ValueError(f"--engine {engine_url}: must be an http:// or https:// URL")
+    for url in engine_urls:
+        if httpx.URL(url).scheme not in ("http", "https"):
+            raise ValueError(f"--engine {url}: must be an http:// or https:// URL")
     tokenizer = K3Tokenizer.load(model)
     metrics = Metrics()
-    engine = Engine(
-        engine_url,
-        vocabulary=tokenizer.vocab_size,
-        api_key=os.environ.get("LONGHAUL_ENGINE_API_KEY"),
+    api_key = os.environ.get("LONGHAUL_ENGINE_API_KEY")
+    engines = Engines(
+        [Engine(url, vocabulary=tokenizer.vocab_size, api_key=api_key) for url in engine_urls], metrics
     )
     ttl_s = dict(turn_ttl_s or {})
     class_ttl_s: dict[TtlClass, int] = {name: ttl for name, ttl in ttl_s.items() if name is not None}
@@ -188,11 +194,11 @@ def build_service(
     )
     turns = Turns(ledger, tokenizer, keep_tails=keep_tails)
     return Service(
-        engine=engine,
-        watch=EngineWatch(engine, tokenizer, metrics),
+        engines=engines,
+        watch=EngineWatch(engines, tokenizer, metrics),
         ledger=ledger,
         runner=TurnRunner(
-            engine,
+            engines,
             turns,
             tokenizer,
             Quotas(ledger),

@@ -24,11 +24,12 @@ async def ready(request: Request) -> Response:
     service = service_of(request)
     watch = service.watch
     ledger = await service.ledger.ping()
-    engine = await service.engine.ready()
+    engine = await service.engines.ready()
     is_ready = engine and watch.verified is True
     body = {
         "ready": is_ready,
         "engine": {"ready": engine},
+        "engines": {each.name: {"ready": each.available} for each in service.engines.engines},
         "encoding": {"verified": watch.verified, "mismatches": list(watch.mismatches)},
         "ledger": {"ready": ledger},
     }
@@ -38,7 +39,7 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Our series and the engine's; ours alone when it is down."""
     service = service_of(request)
-    return Response(service.metrics.page() + await service.engine.metrics(), media_type=_METRICS_TYPE)
+    return Response(service.metrics.page() + await service.engines.metrics(), media_type=_METRICS_TYPE)
 
 
 async def models(request: Request) -> Response:
@@ -62,7 +63,7 @@ async def model(request: Request) -> Response:
 
 
 async def _model(request: Request) -> dict[str, Any]:
-    info = await service_of(request).engine.info()
+    info = await service_of(request).engines.info()
     return {
         "id": info.model,
         "object": "model",

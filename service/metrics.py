@@ -60,6 +60,14 @@ class Metrics:
         )
         self.refused = self._counter("refused", "Requests beyond a tenant's quota.", "tenant", "quota")
         self.ledger_failures = self._counter("ledger_failures", "Turns that the ledger did not acknowledge.")
+        self.engine_turns = self._counter("engine_turns", "Turns begun, by the engine's address.", "engine")
+        self.moved = self._counter("moved_turns", "Turns begun by another engine than their session's own.")
+        self.engine_ready = Gauge(
+            "longhaul_engine_ready",
+            "Whether an engine takes requests, by its address.",
+            ("engine",),
+            registry=self.registry,
+        )
         self.running = Gauge("longhaul_running_turns", "Turns under way.", registry=self.registry)
         self.encoding_verified = Gauge(
             "longhaul_encoding_verified",

@@ -18,7 +18,7 @@ from cache_store.roots import Root, RootRegistry
 from model.tokenizer import K3Tokenizer
 from service.constraint import output_constraint
 from service.conversation import Completion, Conversation, Usage
-from service.engine import Engine
+from service.engines import Engines
 from service.errors import InvalidRequest, QuotaExceeded, TooManyTurns
 from service.generation import Chunk, Generation
 from service.metrics import Metrics
@@ -149,7 +149,7 @@ class TurnRunner:
 
     def __init__(
         self,
-        engine: Engine,
+        engines: Engines,
         turns: Turns,
         tokenizer: K3Tokenizer,
         quotas: Quotas,
@@ -160,7 +160,7 @@ class TurnRunner:
     ) -> None:
         self.metrics = metrics
         self.quotas = quotas
-        self._engine = engine
+        self._engines = engines
         self._turns = turns
         self._tokenizer = tokenizer
         self._roots = roots
@@ -174,7 +174,7 @@ class TurnRunner:
             held.enter_context(self.quotas.turn(request.tenant))
             await self.quotas.admit(request.tenant)
             held.enter_context(self.metrics.running.track_inprogress())
-            info = await self._engine.info()
+            info = await self._engines.info()
             prompt = await self._prepare(request)
             self._announce(request, prompt)
             room_tokens = output_room(
@@ -203,7 +203,7 @@ class TurnRunner:
             reader = MessageReader(
                 self._tokenizer, prompt.channel, request.sampling, single_call=request.single_call
             )
-            chunks = self._engine.generate(generation)
+            chunks = self._engines.generate(generation, _place(prompt))
             turn = Turn(prompt, reader, chunks, self, request, held.pop_all(), started_at, generation.rid)
         try:
             await turn.begin(self._grace_s)
@@ -214,7 +214,7 @@ class TurnRunner:
 
     async def abort(self, rid: str) -> None:
         """Have the engine abort a request; without effect when it has ended."""
-        await self._engine.abort(rid)
+        await self._engines.abort(rid)
 
     async def count(self, request: TurnRequest) -> int:
         """How many tokens the prompt has that `start` would send. Raises InvalidRequest, QuotaExceeded."""
@@ -276,3 +276,10 @@ class TurnRunner:
             )
         except ValueError as error:
             raise InvalidRequest(str(error), param=getattr(error, "field", None)) from None
+
+
+def _place(prompt: Prompt) -> str:
+    """What decides which engine serves a turn: its session, else the first turn of what it continues."""
+    context = prompt.context
+    name = context.session or (context.path[0].key if context.path else prompt.turn)
+    return f"{context.tenant}\0{name}"

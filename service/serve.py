@@ -39,6 +39,7 @@ from service.supervisor import Supervised, SupervisionError, Supervisor
 EXAMPLES = """\
   longhaul serve
   longhaul serve --port 8080 --state-dir /var/lib/longhaul
+  longhaul serve --replicas 2
   longhaul serve --profile b300-8 --model /models/Kimi-K3 --host 0.0.0.0 --tenants tenants.toml
 """
 
@@ -53,7 +54,7 @@ class Layout:
     profile: Profile
     host: str
     port: int
-    engine_port: int
+    engine_ports: tuple[int, ...]
     state: Path
     model: Path
 
@@ -61,6 +62,11 @@ class Layout:
     def logs(self) -> Path:
         """Where the logs go."""
         return self.state / "logs"
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """Where the gateway finds the engines."""
+        return [f"http://{ENGINE_HOST}:{port}" for port in self.engine_ports]
 
     @property
     def url(self) -> str:
@@ -76,6 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--engine-port", type=int, default=DEFAULT_PORT, help="port of the engine (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="engines on the CPU, on ports from --engine-port on; a session stays with one while it lives",
     )
     parser.add_argument(
         "--model", type=Path, metavar="PATH", help="the checkpoint; default: the small K3, on the CPU"
@@ -125,11 +138,25 @@ def lay_out(args: argparse.Namespace) -> Layout:
     state = state_directory(args.state_dir)
     profile, _ = select_profile(args.profile)
     model = checkpoint(profile, args.model, state)
+    if args.replicas < 1:
+        raise ProfileError(f"--replicas {args.replicas}: give a number from 1 on")
+    if args.replicas > 1 and profile.device != "cpu":
+        raise ProfileError(
+            f"--replicas {args.replicas}: profile {profile.name} takes all GPUs of a machine; run "
+            "`longhaul engine` on each machine, and `longhaul gateway` with --engine once for each"
+        )
+    engine_ports = tuple(range(args.engine_port, args.engine_port + args.replicas))
     if args.port == args.engine_port:
         raise PortError(f"--port and --engine-port are both {args.port}: give different ones")
+    if args.port in engine_ports:
+        raise PortError(
+            f"--port {args.port} is one of the engines' ports ({engine_ports[0]} to {engine_ports[-1]}): "
+            "give another"
+        )
     check_port(args.host, args.port, "--port")
-    check_port(ENGINE_HOST, args.engine_port, "--engine-port")
-    return Layout(profile, args.host, args.port, args.engine_port, state, model)
+    for port in engine_ports:
+        check_port(ENGINE_HOST, port, "--engine-port")
+    return Layout(profile, args.host, args.port, engine_ports, state, model)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -180,17 +207,20 @@ def _serve(args: argparse.Namespace, layout: Layout, supervisor: Supervisor, dis
     if args.model is None:
         small.build(layout.model)
     store_url, ledger_url = _start_redis(args, layout, start)
-    command = layout.profile.command(
-        layout.model, layout.engine_port, store_url=store_url, draft=args.draft, extra=args.extra
-    )
+    commands = [
+        layout.profile.command(layout.model, port, store_url=store_url, draft=args.draft, extra=args.extra)
+        for port in layout.engine_ports
+    ]
     display.busy("checking the engine's arguments", 0.0)
-    verify(layout.profile.name, command, memory=layout.state / "checked")
-    engine = engine_service(command, layout.engine_port, layout.logs / "engine.log")
-    start(engine, CPU_START_TIMEOUT_S if layout.profile.device == "cpu" else CUDA_START_TIMEOUT_S)
+    verify(layout.profile.name, commands[0], memory=layout.state / "checked")
+    for number, (port, command) in enumerate(zip(layout.engine_ports, commands, strict=True), 1):
+        name = "engine" if len(commands) == 1 else f"engine-{number}"
+        engine = engine_service(command, port, layout.logs / f"{name}.log", name)
+        start(engine, CPU_START_TIMEOUT_S if layout.profile.device == "cpu" else CUDA_START_TIMEOUT_S)
     gateway = gateway_service(
         host=layout.host,
         port=layout.port,
-        engine_url=f"http://{ENGINE_HOST}:{layout.engine_port}",
+        engine_urls=layout.engine_urls,
         ledger_url=ledger_url,
         store_url=store_url,
         model=layout.model,
@@ -240,7 +270,8 @@ def _announce(
     if args.json:
         answer = {
             "url": layout.url,
-            "engine_url": f"http://{ENGINE_HOST}:{layout.engine_port}",
+            "engine_url": layout.engine_urls[0],
+            "engine_urls": layout.engine_urls,
             "profile": layout.profile.name,
             "model": str(layout.model),
             "state": str(layout.state),

@@ -38,10 +38,10 @@ def default_blob_bytes() -> int:
     return max(_MIN_BLOB_BYTES, memory_bytes() // _BLOB_SHARE)
 
 
-def engine_service(command: EngineCommand, port: int, log: Path) -> HttpService:
+def engine_service(command: EngineCommand, port: int, log: Path, name: str = "engine") -> HttpService:
     """The engine of `command`, which listens on `port`."""
     return HttpService(
-        "engine",
+        name,
         command.argv,
         env=command.environment(os.environ),
         health_url=f"http://{ENGINE_HOST}:{port}/health",
@@ -54,7 +54,7 @@ def gateway_service(
     *,
     host: str,
     port: int,
-    engine_url: str,
+    engine_urls: Sequence[str],
     ledger_url: str,
     model: Path,
     tenants: Path | None,
@@ -63,9 +63,10 @@ def gateway_service(
     extra: Sequence[str] = (),
     env: Mapping[str, str] = os.environ,
 ) -> HttpService:
-    """The gateway in front of `engine_url`, whose blob store is at `store_url`; `extra` are more options."""
+    """The gateway in front of engines whose blob store is at `store_url`; `extra` are more options."""
     argv = [sys.executable, "-m", "service.cli", "gateway", "--host", host, "--port", str(port)]
-    argv += ["--engine", engine_url, "--ledger", ledger_url, "--model", str(model)]
+    argv += [word for url in engine_urls for word in ("--engine", url)]
+    argv += ["--ledger", ledger_url, "--model", str(model)]
     if store_url is not None:
         argv += ["--store", store_url]
     if tenants is not None:

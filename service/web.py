@@ -12,8 +12,8 @@ from starlette.responses import Response
 from cache_store.ledger import Ledger
 from model.tokenizer import K3Tokenizer
 from service.access import record_of
-from service.engine import Engine
 from service.engine_watch import EngineWatch
+from service.engines import Engines
 from service.errors import BodyStalled, BodyTooLarge
 from service.metrics import Metrics
 from service.responses_store import ResponseStore
@@ -31,7 +31,7 @@ class Service:
     ping_interval_s: longest silence within a stream. stall_s: how long a client may take nothing of it.
     """
 
-    engine: Engine
+    engines: Engines
     watch: EngineWatch
     ledger: Ledger
     runner: TurnRunner

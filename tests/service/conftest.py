@@ -86,7 +86,7 @@ def gateway_factory(
         tenants = options.pop("tenants", Tenants())
         ledger_url = options.pop("ledger_url", f"{ledger_server.url}?db=0")
         service = build_service(
-            engine_url=fake_engine.url,
+            engine_urls=options.pop("engine_urls", [fake_engine.url]),
             ledger_url=ledger_url,
             model=tokenizer_directory,
             tenants=tenants,

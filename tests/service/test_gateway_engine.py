@@ -108,7 +108,7 @@ async def start(engine_url: str, ledger_url: str, checkpoint: Path) -> AsyncIter
     run = time.time_ns()
     keys = {"one": Tenant(f"one-{run}"), "two": Tenant(f"two-{run}")}
     service = build_service(
-        engine_url=engine_url,
+        engine_urls=[engine_url],
         ledger_url=ledger_url,
         model=checkpoint,
         tenants=Tenants({hashlib.sha256(key.encode()).digest(): tenant for key, tenant in keys.items()}),
@@ -287,15 +287,15 @@ async def test_an_id_outside_the_vocabulary_never_arrives(gateway: Gateway):
     for bad in (-1, vocabulary, 2**31):
         generation = Generation("r", [1, bad], {"max_new_tokens": 1}, "salt")
         with pytest.raises(EngineFailed):
-            async for _ in gateway.service.engine.generate(generation):
+            async for _ in gateway.service.engines.engines[0].generate(generation):
                 pass
     last = Generation("r", [vocabulary - 1], {"max_new_tokens": 1}, "salt")
-    assert [chunk async for chunk in gateway.service.engine.generate(last)]
+    assert [chunk async for chunk in gateway.service.engines.engines[0].generate(last)]
     assert await gateway.chat(max_tokens=2)
 
 
 async def test_the_context_is_used_up_to_its_end_and_no_further(gateway: Gateway):
-    info = await gateway.service.engine.info()
+    info = await gateway.service.engines.info()
     answer = await gateway.post("x y " * 20_000)
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -305,7 +305,7 @@ async def test_the_context_is_used_up_to_its_end_and_no_further(gateway: Gateway
     longest = Generation(
         "long", [5] * info.max_prompt_tokens, {"max_new_tokens": 2, "ignore_eos": True}, "salt"
     )
-    chunks = [chunk async for chunk in gateway.service.engine.generate(longest)]
+    chunks = [chunk async for chunk in gateway.service.engines.engines[0].generate(longest)]
     assert chunks[-1].stop == "length"
     assert sum(len(chunk.ids) for chunk in chunks) == 2
 

@@ -48,6 +48,8 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (["--profile", "b300-8"], "b300-8 needs --model"),
         (["--model", "/no/such"], "no checkpoint in /no/such"),
         (["--port", "99999"], "--port 99999 is not a port"),
+        (["--replicas", "0"], "--replicas 0: give a number from 1 on"),
+        (["--replicas", "2", "--port", "18001", "--engine-port", "18000"], "one of the engines' ports"),
         (["--host", "192.0.2.1"], "192.0.2.1 can't be used"),
     ],
 )
@@ -120,10 +122,10 @@ def test_an_engine_that_ends_at_once_shows_the_end_of_its_log(
     model.mkdir()
     (model / "config.json").write_text("{}")
 
-    def broken_engine(_command: object, port: int, log: Path) -> HttpService:
+    def broken_engine(_command: object, port: int, log: Path, name: str) -> HttpService:
         program = [sys.executable, "-c", "print('no weights there', flush=True); raise SystemExit(7)"]
         url = f"http://127.0.0.1:{port}/health"
-        return HttpService("engine", program, env={}, health_url=url, log=log, grace_s=1)
+        return HttpService(name, program, env={}, health_url=url, log=log, grace_s=1)
 
     monkeypatch.setattr("service.serve.verify", lambda *_, **__: None)
     monkeypatch.setattr("service.serve.engine_service", broken_engine)
