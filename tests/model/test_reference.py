@@ -38,6 +38,12 @@ def test_greedy_is_what_whole_sequences_say(model: ReferenceModel) -> None:
     assert torch.tensor([[step.logprob, step.gap] for step in steps]).allclose(expected.float(), atol=1e-5)
 
 
+def test_greedy_stops_at_and_with_a_token(model: ReferenceModel) -> None:
+    steps = model.greedy(IDS, 24)
+    at = next(n for n, step in enumerate(steps) if n > 4 and step.token not in {s.token for s in steps[:n]})
+    assert model.greedy(IDS, 24, {steps[at].token}) == steps[: at + 1]
+
+
 def test_a_token_does_not_see_the_future(model: ReferenceModel) -> None:
     assert model.logits(IDS)[:40].allclose(model.logits(IDS[:40]), atol=1e-9)
 
