@@ -2,20 +2,19 @@
 
 Sends the recorded sessions, their sub-agents beside their parents, as filler text that has the token counts
 and the shared prefixes that the trace's block hashes say; reports latencies and how much of the prefix that
-an infinite cache would have hit was hit.
+an infinite cache would have hit was hit. `longhaul replay compare A.json B.json` puts two runs that --output
+has written beside each other.
 """
 
 import argparse
 import asyncio
 import dataclasses
-import itertools
 import os
 import random
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,18 @@ import orjson
 import uvloop
 from rich.console import Console
 
+from replay import compare, options
 from replay.calibration import Calibration, mark_tokens, measure
 from replay.client import ChatClient
 from replay.errors import EndpointError, ReplayError
+from replay.html import page
 from replay.layout import Planner
 from replay.metrics import cached_tokens_by_tier
 from replay.progress import ReplayProgress
 from replay.record import Record
 from replay.render import document, request_rows, tables
 from replay.report import Report, make_report
-from replay.rules import SCENARIOS, Rules, chosen, invalid_because
+from replay.rules import invalid_because
 from replay.run import Replay
 from replay.scale import Scale
 from replay.schedule import IdleCapClock, Pace, SystemClock
@@ -45,6 +46,7 @@ EXAMPLES = """\
   longhaul replay traces/ --url https://host --model kimi-k3 --api-key-env KIMI_KEY --max-sessions 20
   longhaul replay traces/ --scenario agentx --concurrency 8 --url https://host
   longhaul replay chat.jsonl --arrivals trace --time-scale 1
+  longhaul replay compare before.json after.json --html both.html
   longhaul replay traces/ --tokenizer models/kimi-k3 --seed 7 --json --output replay.json
 """
 EXIT_ERRORS = 1
@@ -66,26 +68,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--url", default="http://127.0.0.1:8000", help="the endpoint's root (default: %(default)s)")
     add("--model", help="the model's name (default: the first that the endpoint lists)")
     add("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
-    add("--concurrency", type=_positive, default=3, help="live session trees (default: %(default)s)")
+    add("--concurrency", type=options.positive, default=3, help="live session trees (default: %(default)s)")
     add(
         "--scale",
         default="auto",
         help="factor for all token counts, such as 1/32 (default: 1, or the largest of 1/2, 1/4, ... "
         "that fits the model's context)",
     )
-    add("--time-scale", type=_not_negative, help="factor for all gaps between turns (default: the scale)")
+    add(
+        "--time-scale",
+        type=options.not_negative,
+        help="factor for all gaps between turns (default: the scale)",
+    )
     add(
         "--idle-cap",
-        type=_not_negative,
+        type=options.not_negative,
         default=300.0,
         metavar="SECONDS",
         help="longest gap, in seconds of the trace (default: %(default)s)",
     )
-    add("--max-sessions", type=_positive, metavar="N", help="only the first N sessions")
-    add("--max-turns", type=_positive, metavar="N", help="only the first N turns of each conversation")
+    add("--max-sessions", type=options.positive, metavar="N", help="only the first N sessions")
+    add("--max-turns", type=options.positive, metavar="N", help="only the first N turns of each conversation")
     add(
         "--max-context",
-        type=_positive,
+        type=options.positive,
         metavar="TOKENS",
         help="leave out sessions with a request above this, scaled, output included",
     )
@@ -100,61 +106,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--timeout",
-        type=_positive,
+        type=options.positive,
         default=600,
         metavar="SECONDS",
         help="longest silence of the endpoint (default: %(default)s)",
     )
     add(
         "--error-limit",
-        type=_not_negative,
+        type=options.not_negative,
         metavar="SHARE",
         help="share of failed requests from which on the exit status is 1 (default: 0.01)",
     )
-    _add_rules(parser)
+    options.add_rules(parser)
     add("--json", action="store_true", help="print one JSON object instead of a table")
     add("--output", type=Path, metavar="FILE", help="write the JSON, with a row per request, to a file")
-
-
-def _add_rules(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("rules", "a scenario sets them; each can be set for itself")
-    add = group.add_argument
-    add("--scenario", choices=sorted(SCENARIOS), default="none", help="agentx: those of InferenceX")
-    add(
-        "--start-window",
-        type=_window,
-        metavar="LOW-HIGH",
-        help="begin live sessions at a random place between these shares (agentx: 0.25-0.75)",
-    )
-    add(
-        "--warm-up",
-        type=_count,
-        metavar="N",
-        help="requests for one token before that place, per session (agentx: 10)",
-    )
-    add("--duration", type=_over_zero, metavar="SECONDS", help="measured time (agentx: 3600)")
-    add(
-        "--system-idle-cap",
-        type=_not_negative,
-        metavar="SECONDS",
-        help="longest time without any request in flight (agentx: 10)",
-    )
-    switch = argparse.BooleanOptionalAction
-    add("--recycle", action=switch, help="begin ended sessions again (agentx: yes)")
-    add("--cache-bust", action=switch, help="mark each run of a session in its first user message")
-    add("--overflow-limit", type=_not_negative, metavar="SHARE", help="of prompts too long (agentx: 0.01)")
-    add(
-        "--arrivals",
-        choices=("closed", "poisson", "trace"),
-        default="closed",
-        help="closed: --concurrency live sessions; else sessions start at random, --rate a second, or when "
-        "the trace says, times --time-scale, however many are live (default: %(default)s)",
-    )
-    add("--rate", type=_over_zero, metavar="SESSIONS", help="with --arrivals poisson")
+    add("--html", type=Path, metavar="FILE", help="write a report to look at, one file, to a file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay and report; 0, or 1 over the error limit, 2 when nothing could be replayed, 130 after Ctrl-C."""
+    if args.paths[0] == Path(compare.NAME):
+        return compare.run(args.paths[1:], args.html, as_json=args.json)
     try:
         api_key = _api_key(args.api_key_env)
         if (args.arrivals == "poisson") != (args.rate is not None):
@@ -162,8 +134,10 @@ def run(args: argparse.Namespace) -> int:
         sessions = load(args.paths, args.max_sessions, args.max_turns)
         outcome = uvloop.run(_replay(args, sessions, api_key))
         result = outcome.document
+        rows = {**result, "requests": request_rows(outcome.records)}
+        if args.html is not None:
+            args.html.write_text(page([(args.html.stem, rows)]), encoding="utf-8")
         if args.output is not None:
-            rows = {**result, "requests": request_rows(outcome.records)}
             args.output.write_bytes(orjson.dumps(rows, option=orjson.OPT_INDENT_2) + b"\n")
     except (ReplayError, OSError) as error:
         _complain(error)
@@ -216,7 +190,7 @@ async def _replay(args: argparse.Namespace, sessions: list[Session], api_key: st
             console.print(f"left out above {args.max_context:,} tokens: {', '.join(skipped)}")
         words, calibration = await measure(client, args.tokenizer, seed)
         _warn(client, calibration)
-        rules = _rules(args)
+        rules = options.rules(args)
         bust_tokens = await mark_tokens(client, words) if rules.cache_bust else 0
         pace = Pace(float(scale.factor) if args.time_scale is None else args.time_scale, args.idle_cap)
         turns = None if rules.recycle else sum(session.turns for session in sessions)
@@ -233,7 +207,7 @@ async def _replay(args: argparse.Namespace, sessions: list[Session], api_key: st
                 seed=seed,
                 on_record=progress.add,
                 rules=rules,
-                starts=_starts(args, sessions, seed, pace.time_scale),
+                starts=options.starts(args, sessions, seed, pace.time_scale),
                 bust_tokens=bust_tokens,
             )
             tiers_before = await _tiers(client)
@@ -347,36 +321,6 @@ def _scale(text: str, sessions: Sequence[Session], context_tokens: int | None) -
     return scale
 
 
-def _rules(args: argparse.Namespace) -> Rules:
-    return chosen(
-        args.scenario,
-        {
-            "start_window": args.start_window,
-            "warm_up_requests": args.warm_up,
-            "duration_s": args.duration,
-            "system_idle_cap_s": args.system_idle_cap,
-            "recycle": args.recycle,
-            "cache_bust": args.cache_bust,
-            "overflow_limit": args.overflow_limit,
-            "error_limit": args.error_limit,
-        },
-    )
-
-
-def _starts(
-    args: argparse.Namespace, sessions: Sequence[Session], seed: int, time_scale: float
-) -> list[float] | None:
-    """When sessions start in an open loop, in seconds from the begin; None for a closed one."""
-    if args.arrivals == "closed":
-        return None
-    if args.arrivals == "poisson":
-        source = random.Random(seed)
-        gaps = (source.expovariate(args.rate) for _ in sessions)
-        return list(itertools.accumulate(gaps, initial=0.0))[: len(sessions)]
-    first_s = min(session.arrival_s for session in sessions)
-    return [(session.arrival_s - first_s) * time_scale for session in sessions]
-
-
 def _api_key(variable: str | None) -> str | None:
     if variable is None:
         return None
@@ -384,45 +328,3 @@ def _api_key(variable: str | None) -> str | None:
     if not key:
         raise ReplayError(f"--api-key-env {variable}: the environment has no such variable")
     return key
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, is {number}")
-    return number
-
-
-def _not_negative(text: str) -> float:
-    try:
-        number = float(Fraction(text))
-    except (ValueError, ZeroDivisionError) as error:
-        raise argparse.ArgumentTypeError(f"must be a number or a fraction, is {text!r}") from error
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, is {text}")
-    return number
-
-
-def _over_zero(text: str) -> float:
-    number = _not_negative(text)
-    if not number:
-        raise argparse.ArgumentTypeError("must be over 0")
-    return number
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, is {number}")
-    return number
-
-
-def _window(text: str) -> tuple[float, float]:
-    low, _, high = text.partition("-")
-    try:
-        window = float(low), float(high)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be two shares such as 0.25-0.75, is {text!r}") from error
-    if not 0 <= window[0] <= window[1] <= 1:
-        raise argparse.ArgumentTypeError(f"must be two shares from 0 to 1 in order, is {text!r}")
-    return window

@@ -156,7 +156,7 @@ def _row(record: Record, begin: float) -> dict[str, Any]:
         "agent": record.agent,
         "turn": record.turn,
         "due_s": record.due_s - begin,
-        "sent_s": record.sent_s - begin,
+        "sent_s": (record.sent_s if answer is None else answer.sent_s) - begin,
         "messages": len(planned.messages),
         "input_requested": planned.input_tokens,
         "input_planned": planned.planned_tokens,
