@@ -150,7 +150,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="checkpoint (default: the small K3)")
     parser.add_argument("--draft", type=Path, help="its DSpark draft (default: one fitted to the episode)")
     parser.add_argument("--tasks", type=int, default=TASKS, help="of the episode (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the episode (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the episode (default: %(default)s)")
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=f"some of: {', '.join(WAYS)}"
     )
