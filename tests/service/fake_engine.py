@@ -66,6 +66,7 @@ class FakeEngine:
         self.status: tuple[int, Mapping[str, Any]] | None = None
         self.renders_alike = True
         self.is_ready = True
+        self.server_info = dict(SERVER_INFO)
         self.script: Script = self.reply({"content": "Hi"})
 
     def reply(
@@ -153,7 +154,7 @@ class FakeEngine:
             return Response(status_code=200 if self.is_ready else 503)
 
         async def info(_: Request) -> Response:
-            return JSONResponse(SERVER_INFO)
+            return JSONResponse(self.server_info)
 
         async def models(_: Request) -> Response:
             return JSONResponse({"data": [{"id": "kimi-k3", "max_model_len": CONTEXT_TOKENS}]})
