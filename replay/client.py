@@ -46,7 +46,8 @@ class Forcing:
 class Answer:
     """What came back and when: seconds of `time.perf_counter`.
 
-    `first_token_s` is the first piece of text, reasoning or tool call; where none came, the end.
+    `first_token_s` is the first piece of text, reasoning or tool call; where none came, the end. `text` is
+    the answer's content, without reasoning and calls.
     """
 
     sent_s: float
@@ -54,6 +55,7 @@ class Answer:
     end_s: float
     usage: Usage
     tiers: Mapping[str, int]
+    text: str = ""
 
 
 class ChatClient:
@@ -154,14 +156,17 @@ class ChatClient:
         except httpx.HTTPError as error:
             raise RequestFailed(_name(error), str(error)) from error
 
-    def body(self, fragments: Sequence[bytes], output_tokens: int) -> bytes:
-        """A streamed request for exactly `output_tokens`; `fragments` are the messages, each as JSON."""
+    def body(self, fragments: Sequence[bytes], output_tokens: int, *, forced: bool = True) -> bytes:
+        """A streamed request; `fragments` are the messages, each as JSON.
+
+        For exactly `output_tokens` where the endpoint can be forced, for at most so many without `forced`.
+        """
         settings = {
             "model": self.model,
             "stream": True,
             "stream_options": {"include_usage": True},
             "max_completion_tokens": output_tokens,
-            **self.forcing.fields(output_tokens),
+            **(self.forcing.fields(output_tokens) if forced else {}),
         }
         return b'{"messages":[' + b",".join(fragments) + b"]," + orjson.dumps(settings)[1:]
 
@@ -197,6 +202,7 @@ async def _read(response: httpx.Response, sent_s: float) -> Answer:
     usage: Usage | None = None
     tiers: dict[str, int] = {}
     first_token_s: float | None = None
+    text: list[str] = []
     try:
         async for data in _events(response):
             chunk = _document(data)
@@ -204,6 +210,7 @@ async def _read(response: httpx.Response, sent_s: float) -> Answer:
                 raise RequestFailed("error in the stream", _detail(data))
             if first_token_s is None and _has_output(chunk):
                 first_token_s = time.perf_counter()
+            text += _content(chunk)
             usage = parse_usage(chunk) or usage
             tiers = parse_tiers(chunk) or tiers
     except httpx.HTTPError as error:
@@ -211,7 +218,7 @@ async def _read(response: httpx.Response, sent_s: float) -> Answer:
     end_s = time.perf_counter()
     if usage is None:
         raise RequestFailed("no usage", "the stream ended without usage")
-    return Answer(sent_s, first_token_s or end_s, end_s, usage, tiers)
+    return Answer(sent_s, first_token_s or end_s, end_s, usage, tiers, "".join(text))
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
@@ -233,6 +240,11 @@ def _has_output(chunk: Mapping[str, Any]) -> bool:
         if any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls")):
             return True
     return False
+
+
+def _content(chunk: Mapping[str, Any]) -> list[str]:
+    pieces = [(choice.get("delta") or {}).get("content") for choice in chunk.get("choices") or ()]
+    return [piece for piece in pieces if isinstance(piece, str)]
 
 
 def _document(data: bytes) -> dict[str, Any]:

@@ -209,6 +209,7 @@ async def _replay(args: argparse.Namespace, sessions: list[Session], api_key: st
                 rules=rules,
                 starts=options.starts(args, sessions, seed, pace.time_scale),
                 bust_tokens=bust_tokens,
+                live=args.live,
             )
             tiers_before = await _tiers(client)
             interrupted, stopped = await _until_interrupted(replay, sessions)
@@ -231,6 +232,7 @@ async def _replay(args: argparse.Namespace, sessions: list[Session], api_key: st
         live=args.concurrency if rules.recycle else len(sessions),
         concurrency=args.concurrency,
         measured_s=measured_s,
+        from_answers=args.live,
     )
     if interrupted or stopped is not None:
         invalid.insert(0, "the run ended before its time")
@@ -255,6 +257,7 @@ async def _replay(args: argparse.Namespace, sessions: list[Session], api_key: st
         "scenario": args.scenario,
         "rules": dataclasses.asdict(rules),
         "arrivals": args.arrivals,
+        "live": args.live,
         "valid": not invalid,
         "invalid_because": invalid,
         "measured_s": measured_s,

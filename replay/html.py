@@ -24,7 +24,8 @@ h1{font-size:1.5rem;margin-bottom:0}h2{font-size:1.15rem;margin:2.2rem 0 .4rem}
 .note{color:#666;margin:.2rem 0}.bad{color:#b03a2e}.good{color:#1e8449}
 table{border-collapse:collapse;margin:.6rem 0}th,td{padding:.25rem .8rem;text-align:right;
 border-bottom:1px solid #e5e5e5;font-variant-numeric:tabular-nums}
-th:first-child,td:first-child{text-align:left;padding-left:0}thead th{border-bottom:2px solid #bbb;font-weight:600}
+th:first-child,td:first-child{text-align:left;padding-left:0}
+thead th{border-bottom:2px solid #bbb;font-weight:600}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:1rem}
 .wide{overflow-x:auto}svg{max-width:100%;height:auto}svg text{fill:#333;font:11px system-ui,sans-serif}
 """

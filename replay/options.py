@@ -45,6 +45,12 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
         help="closed: --concurrency live sessions; else sessions start at random, --rate a second, or when "
         "the trace says, times --time-scale, however many are live (default: %(default)s)",
     )
+    add(
+        "--live",
+        action="store_true",
+        help="let the endpoint's answers go into the next turns, without their reasoning, as clients do; "
+        "token counts and prefixes then are not those of the trace",
+    )
     add("--rate", type=over_zero, metavar="SESSIONS", help="with --arrivals poisson")
 
 

@@ -84,6 +84,7 @@ def invalid_because(
     live: int,
     concurrency: int,
     measured_s: float,
+    from_answers: bool = False,
 ) -> list[str]:
     """Why a run's figures may not be compared with others under these rules; empty when they may."""
     reasons: list[str] = []
@@ -99,6 +100,8 @@ def invalid_because(
     refused = [name for name in ("ignore_eos", "min_tokens") if not forced.get(name)]
     if len(refused) == 2 and report.total.short_outputs:
         reasons.append(f"{report.total.short_outputs} outputs were shorter than recorded")
+    if from_answers:
+        reasons.append("sessions went on from the endpoint's answers, not from the recorded text")
     if scale != "1":
         reasons.append(f"token counts were scaled by {scale}")
     if time_scale != 1:

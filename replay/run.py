@@ -15,7 +15,7 @@ import orjson
 from replay.client import ChatClient
 from replay.errors import EndpointError, RequestFailed
 from replay.filler import Filler, cache_bust
-from replay.layout import USER, Message, PlannedRequest, Planner
+from replay.layout import ASSISTANT, USER, Message, PlannedRequest, Planner
 from replay.record import Record
 from replay.rules import Rules
 from replay.schedule import Clock, IdleCapClock, Pace, SessionSchedule, Start
@@ -30,7 +30,8 @@ class Replay:
 
     The text depends on `seed`, the sessions' names and the words alone. With `starts`, in seconds from the
     begin, sessions start then, however many are live (open loop). `bust_tokens` is what `rules.cache_bust`'s
-    mark costs.
+    mark costs. With `live` a session goes on from what the endpoint answered, as long as that likes up to the
+    recorded length.
     """
 
     client: ChatClient
@@ -44,6 +45,7 @@ class Replay:
     rules: Rules = field(default_factory=Rules)
     starts: Sequence[float] | None = None
     bust_tokens: int = 0
+    live: bool = False
     records: list[Record] = field(default_factory=list[Record])
     warm_up_records: list[Record] = field(default_factory=list[Record])
     begin_s: float | None = None
@@ -163,6 +165,7 @@ class _SessionSender:
     run: str
     run_id: uuid.UUID = field(default_factory=uuid.uuid4)
     fragments: dict[Message, bytes] = field(default_factory=dict[Message, bytes])
+    answers: dict[int, str] = field(default_factory=dict[int, str])
 
     def prepare(self, agent: int, number: int) -> None:
         """Make the text of the request's new messages."""
@@ -170,7 +173,8 @@ class _SessionSender:
         for message in self.planned[agent][number].messages:
             users += message.role == USER
             if message not in self.fragments:
-                text = self.filler.text(message)
+                answer = self.answers.pop(agent, "") if message.role == ASSISTANT else ""
+                text = answer or self.filler.text(message)
                 if self.replay.rules.cache_bust and message.role == USER and users == 1:
                     text = self._marked(text)
                 self.fragments[message] = orjson.dumps({"role": message.role, "content": text})
@@ -190,12 +194,17 @@ class _SessionSender:
 
     async def send(self, agent: int, number: int, due_s: float) -> None:
         """Send the request and keep its record."""
-        self.replay.add(await self._send(agent, number, self.planned[agent][number], due_s))
+        record = await self._send(agent, number, self.planned[agent][number], due_s)
+        if self.replay.live and record.answer is not None:
+            self.answers[agent] = record.answer.text
+        self.replay.add(record)
 
     async def _send(self, agent: int, number: int, planned: PlannedRequest, due_s: float) -> Record:
         replay, name = self.replay, self.session.agents[agent].name
         body = replay.client.body(
-            [self.fragments[message] for message in planned.messages], planned.output_tokens
+            [self.fragments[message] for message in planned.messages],
+            planned.output_tokens,
+            forced=not replay.live,
         )
         sent_s = replay.clock.now()
         answer, failure, detail = None, None, ""

@@ -98,6 +98,20 @@ def test_an_open_loop_starts_sessions_when_they_arrive(replay, endpoint, tmp_pat
     assert found["total"]["turns"] == 3 and found["wall_s"] < 1
 
 
+def test_a_live_session_goes_on_from_what_was_answered(replay, endpoint, traces):
+    trace = traces / "trace_0638.json"
+    arguments = (trace, "--url", endpoint.url, "--scale", "1/32", "--time-scale", 0)
+    _, found = replay(*arguments, "--live")
+    first, second = (body for body, _ in endpoint.requests[:2])
+    assert "ignore_eos" not in first and "min_tokens" not in first
+    answers = [message for message in second["messages"] if message["role"] == "assistant"]
+    assert answers[-1]["content"] == "x" * first["max_completion_tokens"]
+    assert found["live"] and any("answers" in reason for reason in found["invalid_because"])
+    endpoint.requests.clear()
+    replay(*arguments)
+    assert not any("xx" in message["content"] for message in endpoint.requests[1][0]["messages"])
+
+
 def test_a_rate_belongs_to_poisson(endpoint, traces, capsys):
     assert main(["replay", str(traces), "--url", endpoint.url, "--rate", "3"]) == 2
     assert "--rate: belongs to" in capsys.readouterr().err
