@@ -31,14 +31,15 @@ Service = dict[str, Any]
 
 
 @functools.cache
-def compose(profile: str, **settings: str) -> dict[str, Any]:
-    """The file with one profile and the given settings, interpolated and merged."""
+def compose(profile: str, overlay: str | None = None, **settings: str) -> dict[str, Any]:
+    """The file, with another over it, for one profile and the given settings, interpolated and merged."""
     # Whatever the machine sets must not leak in, nor a .env beside the file.
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **settings}
     binary = Path(sys.executable).with_name("docker-compose")
     arguments = [
         "--file",
         COMPOSE,
+        *(("--file", COMPOSE.with_name(overlay)) if overlay else ()),
         "--env-file",
         os.devnull,
         "--profile",
@@ -188,10 +189,28 @@ def test_the_gateway_understands_its_command() -> None:
     command = found["command"]
     assert command[0] == "gateway"
     args = parse(service_gateway, command[1:])
-    assert (args.engine, args.ledger) == ("http://engine:30000", "redis://ledger:6379/0")
+    assert (args.engine, args.ledger) == (["http://engine:30000"], "redis://ledger:6379/0")
     assert (args.host, args.port, args.tenants) == ("0.0.0.0", 8000, None)
     assert args.model == Path("/models/k3-tiny")
     assert seconds(found["stop_grace_period"]) > args.drain_s
+
+
+def test_a_second_engine_stands_beside_the_first() -> None:
+    text = COMPOSE.with_name("compose.replica.yaml").read_text()
+    option = re.search(r'GATEWAY_OPTIONS="(.*)"', text)
+    assert option is not None
+    found = compose("cpu", "compose.replica.yaml", GATEWAY_OPTIONS=option[1])["services"]
+    first, second = found["engine-cpu"], found["engine-cpu-2"]
+    assert first["networks"] == {"back": {"aliases": ["engine"]}}
+    assert second["networks"] == {"back": {"aliases": ["engine-2"]}}
+    assert first["command"] == second["command"]
+    written = [
+        {volume["source"] for volume in each["volumes"] if not volume.get("read_only")}
+        for each in (first, second)
+    ]
+    assert written == [{"engine"}, {"engine-2"}]
+    args = parse(service_gateway, found["gateway"]["command"][1:])
+    assert args.engine == ["http://engine:30000", "http://engine-2:30000"]
 
 
 def test_a_tenants_file_and_models_of_this_machine_reach_the_gateway(tmp_path: Path) -> None:
