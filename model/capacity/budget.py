@@ -70,9 +70,8 @@ def budget(
     *,
     kv: KvType = "bf16",
     state: StateType = "fp32",
-    store: bool = True,
 ) -> Budget:
-    """The budget of a machine under a launch profile; `store` turns its host tier on."""
+    """The budget of a machine under a launch profile, its host tier on."""
     values = {entry.flag: entry.value for entry in profile.argument}
 
     def number(flag: str, default: float) -> float:
@@ -87,7 +86,7 @@ def budget(
     rank_state = geometry.state_bytes(state, machine.ranks)
     rest = static - weights - RUNTIME_BYTES
     tokens, slots = split(rest, ratio, kv_bytes, rank_state, page_tokens) if rest > 0 else (0, 0)
-    host = int(number("--hicache-size", 0) * 1e9) if store else 0
+    host = int(number("--hicache-size", 0) * 1e9)
     host_tokens, host_states = split(host, ratio, kv_bytes, rank_state, page_tokens) if host else (0, 0)
     return Budget(
         hbm_bytes=machine.hbm_bytes,

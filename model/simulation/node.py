@@ -48,7 +48,6 @@ class Request:
     call: Call
     due_s: float
     done: "Callable[[Request], None]"
-    admitted_s: float = 0.0
     first_token_s: float = 0.0
     end_s: float = 0.0
     hits: tuple[int, int, int] = (0, 0, 0)
@@ -65,7 +64,6 @@ class Traffic:
     read_bytes: float = 0.0
     written_bytes: float = 0.0
     peak_bytes: float = 0.0
-    reading_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -115,7 +113,6 @@ class Node:
 
     def submit(self, request: Request) -> None:
         """Take a request; `request.done` is called when its answer ends."""
-        request.admitted_s = self.events.now_s
         end_s = self._fetch(request)
         if end_s is None:
             self._waiting.append(request)
@@ -149,7 +146,6 @@ class Node:
         tokens = ends[path[depth - 1]] - (ends[path[begin - 1]] if begin else 0)
         size = tokens * self.budget.kv_bytes_per_token + self.budget.state_bytes
         self.traffic.read_bytes += size
-        self.traffic.reading_s += size / self.machine.store_bytes_s
         self._store_free_s = max(self._store_free_s, now_s) + size / self.machine.store_bytes_s
         store.use(store.open(request.number, request.tree), path, depth)
         request.fetched = depth

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object instead of tables")
 
 
-def machine_and_budget(args: argparse.Namespace, *, store: bool = True) -> tuple[Machine, Budget]:
+def machine_and_budget(args: argparse.Namespace) -> tuple[Machine, Budget]:
     """The machine with the options' rates, and its budget. Raises PlanError for a number out of range."""
     for name in (
         "kv_tokens",
@@ -108,7 +108,6 @@ def machine_and_budget(args: argparse.Namespace, *, store: bool = True) -> tuple
         Geometry(),
         kv=args.kv_dtype,
         state=args.state_dtype,
-        store=store,
     )
     found = dataclasses.replace(
         found,

@@ -129,11 +129,6 @@ class Script:
     shared: bool
     peak_tokens: int
 
-    @property
-    def requests(self) -> int:
-        """Calls of all conversations."""
-        return sum(len(conversation.calls) for conversation in self.conversations)
-
 
 def scripts(sessions: Sequence[Session], idle_cap_s: float, *, continued: bool = False) -> list[Script]:
     """The scripts of sessions, gaps cut to `idle_cap_s`; sessions with shared blocks get one tree.

@@ -232,3 +232,29 @@ def test_the_command_reports_and_draws(capsys, tmp_path):
             main([*arguments, *wrong])
     with pytest.raises(ValueError, match="no points"):
         draw([], "x")
+
+
+def test_options_reach_the_simulation(capsys):
+    base = ["simulate", "--context", "30000", "--turns", "20", "--requests", "200", "--concurrency", "24"]
+    base += ["--policy", "redis", "--kv-tokens", "200000", "--state-slots", "60", "--json"]
+
+    def point(*more):
+        assert main([*base, *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    plain = point()
+    for option, value, field, wanted in (
+        ("--prefill", "5000", "prefill_tokens_s", 5000),
+        ("--decode", "10", "decode_tokens_s", 10),
+        ("--store-gbs", "2", "store_bytes_s", 2e9),
+    ):
+        assert point(option, value)["machine"][field] == wanted
+    assert point("--decode", "10")["points"][0]["turns_per_hour"] < plain["points"][0]["turns_per_hour"]
+    assert point("--kv-dtype", "fp8")["budget"]["kv_bytes_per_token"] == 13_824
+    assert point("--state-dtype", "bf16")["budget"]["state_bytes"] == 232_316_928
+    small = point("--store-gb", "1")["points"][0]
+    assert small["store_peak_bytes"] <= 1e9 < plain["points"][0]["store_peak_bytes"]
+    discarded, continued = plain["points"][0], point("--answers", "continued")["points"][0]
+    assert continued["theoretical"] > discarded["theoretical"]
+    burst = point("--start-spacing", "0")["points"][0]
+    assert burst["duration_s"] != plain["points"][0]["duration_s"]
