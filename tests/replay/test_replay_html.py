@@ -3,12 +3,15 @@
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
+from stub_endpoint import StubEndpoint
 
 from replay.html import figures, page
 from service.cli import main
 
+FIXTURES = Path(__file__).parent / "fixtures" / "traces"
 VOID = {"meta"}
 
 
@@ -41,21 +44,22 @@ def parsed(text) -> dict[str, int]:
     return parser.seen
 
 
-@pytest.fixture
-def runs(endpoint, traces, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def runs(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
     paths = []
     for name, scale in (("a", "1/32"), ("b", "1/16")):
-        path = tmp_path / f"{name}.json"
-        html = ["--html", str(tmp_path / "a.html")] if name == "a" else []
-        arguments = [str(traces), "--url", endpoint.url, "--scale", scale, "--time-scale", "0"]
-        assert main(["replay", *arguments, "--output", str(path), "--json", *html]) == 0
+        path = folder / f"{name}.json"
+        html = ["--html", str(folder / "a.html")] if name == "a" else []
+        with StubEndpoint(tokenizer) as endpoint:
+            arguments = [str(FIXTURES), "--url", endpoint.url, "--scale", scale, "--time-scale", "0"]
+            assert main(["replay", *arguments, "--output", str(path), "--json", *html]) == 0
         paths.append(path)
-    capsys.readouterr()
     return paths
 
 
-def test_a_run_is_one_file_with_its_figures(runs, tmp_path):
-    text = (tmp_path / "a.html").read_text()
+def test_a_run_is_one_file_with_its_figures(runs):
+    text = runs[0].with_suffix(".html").read_text()
     seen = parsed(text)
     assert seen["svg"] == 4 + 1 + 1 and "http-equiv" not in text
     run = json.loads(runs[0].read_text())

@@ -35,9 +35,9 @@ def lasting(seconds, endpoint, traces, *more):
 
 def test_agentx_begins_in_the_middle_warm_and_goes_round(replay, endpoint, traces, tokenizer_dir):
     endpoint.token_s = 0.0001
-    arguments = lasting(4, endpoint, traces, "--tokenizer", tokenizer_dir, "--concurrency", 2)
+    arguments = lasting(2.5, endpoint, traces, "--tokenizer", tokenizer_dir, "--concurrency", 2)
     status, found = replay(*arguments)
-    assert status == 0 and found["measured_s"] == pytest.approx(4, abs=0.5)
+    assert status == 0 and found["measured_s"] == pytest.approx(2.5, abs=0.5)
     assert found["rules"]["start_window"] == [0.25, 0.75] and found["rules"]["recycle"]
     warm = found["warm_up_requests"]
     bodies = [body for body, _ in endpoint.requests]
