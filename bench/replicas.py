@@ -68,9 +68,9 @@ def turn_text(turn: int) -> str:
 
 
 def said(reply: Reply) -> dict[str, Any]:
-    """What a reply says, without its ids."""
+    """What a reply says, without its ids, and how many tokens it was asked with."""
     calls = [call["function"] for call in reply.message.get("tool_calls") or ()]
-    return {**reply.message, "tool_calls": calls}
+    return {**reply.message, "tool_calls": calls, "prompt_tokens": reply.prompt_tokens}
 
 
 def measure(model: Path, scratch: Path) -> dict[str, Any]:
@@ -107,9 +107,10 @@ def measure(model: Path, scratch: Path) -> dict[str, Any]:
         # Undisturbed: nothing cached, nothing stored, nothing continued from the first time.
         settled(blobs)
         other.flush()
-        note(f"the same session again, undisturbed ({_flush(blobs.socket)} keys dropped from the store)")
+        dropped = _flush(blobs.socket) + _flush(ledger.socket)
+        note(f"the same session again, undisturbed ({dropped} keys dropped from store and ledger)")
         undisturbed, quiet = Session(), list[Reply]()
-        with gateway([other.url], f"{ledger.url}?db=1", model, scratch / "gateway-2.log") as second:
+        with gateway([other.url], ledger.url, model, scratch / "gateway-2.log") as second:
             for turn in range(TURNS_BEFORE + TURNS_AFTER):
                 quiet.append(undisturbed.ask(second, turn_text(turn)))
                 note(f"turn {turn + 1}: {quiet[-1].prompt_tokens} tokens, cached {quiet[-1].tiers}")

@@ -48,6 +48,7 @@ class Record:
     finish: str | None = None
     recorded: bool | None = None
     error: str | None = None
+    replaced_images: int | None = None
     ttft_s: float | None = None
     duration_s: float = field(default=0.0)
 
@@ -86,6 +87,8 @@ class AccessLog:
                 headers = MutableHeaders(scope=message)
                 # The latter is Anthropic's; its SDKs show it with every error.
                 headers["x-request-id"] = headers["request-id"] = record.request_id
+                if record.replaced_images:
+                    headers["x-longhaul-replaced-images"] = str(record.replaced_images)
             await send(message)
 
         try:

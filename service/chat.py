@@ -11,19 +11,18 @@ from service.chat_answer import ChatAnswer, error_body
 from service.chat_request import ChatRequest, read_chat_request, read_retention
 from service.errors import ServiceError
 from service.exchange import served_model, start_turn, streamed_answer, whole_answer
-from service.fields import parse_object
 from service.generation import TokenLogprob
 from service.identity import identify
 from service.runner import Turn, TurnRequest
 from service.stream import DONE, data_event
-from service.web import JsonResponse, authenticate, read_body, service_of, turn_headers
+from service.web import JsonResponse, authenticate, read_fields, service_of, turn_headers
 
 
 async def chat_completions(request: Request) -> Response:
     """Answer one request. Raises ServiceError, and ClientLeft."""
     service, record = service_of(request), record_of(request.scope)
     tenant = authenticate(request)
-    fields = parse_object(await read_body(request))
+    fields = await read_fields(request)
     chat = read_chat_request(fields, service.sampling_defaults, service.tokenizer.vocab_size)
     session = identify(request.headers, fields.values)
     record.stream = chat.stream

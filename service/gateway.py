@@ -94,6 +94,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="leave tool_choice and response_format texts of earlier turns out of later prompts",
     )
     parser.add_argument(
+        "--replace-images",
+        action="store_true",
+        help="put a text where a conversation has images, instead of refusing it",
+    )
+    parser.add_argument(
         "--ping-s", type=float, default=10.0, metavar="S", help="ping a silent stream so often (%(default)s)"
     )
     parser.add_argument(
@@ -143,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
             model=model,
             tenants=Tenants.load(args.tenants),
             keep_tails=not args.drop_tails,
+            replace_images=args.replace_images,
             max_body_bytes=args.max_body_mib << 20,
             ping_interval_s=args.ping_s,
         )
@@ -164,6 +170,7 @@ def build_service(
     model: Path,
     tenants: Tenants,
     keep_tails: bool = True,
+    replace_images: bool = False,
     max_body_bytes: int = 64 << 20,
     ping_interval_s: float = 10.0,
     stall_s: float = 300.0,
@@ -215,6 +222,7 @@ def build_service(
         max_body_bytes=max_body_bytes,
         ping_interval_s=ping_interval_s,
         stall_s=stall_s,
+        replace_images=replace_images,
     )
 
 

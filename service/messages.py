@@ -9,7 +9,6 @@ from starlette.responses import Response
 from service.access import Record, record_of
 from service.errors import ServiceError
 from service.exchange import served_model, start_turn, streamed_answer, whole_answer
-from service.fields import parse_object
 from service.identity import identify
 from service.messages_answer import PING, MessagesAnswer, error_body
 from service.messages_request import MessagesRequest, read_messages_request
@@ -17,7 +16,7 @@ from service.runner import Turn, TurnRequest
 from service.signature import Signer
 from service.stream import named_event
 from service.tenants import Tenant
-from service.web import JsonResponse, authenticate, read_body, service_of, turn_headers
+from service.web import JsonResponse, authenticate, read_fields, service_of, turn_headers
 
 
 async def messages(request: Request) -> Response:
@@ -53,7 +52,7 @@ async def count_tokens(request: Request) -> Response:
 
 async def _read(request: Request, tenant: Tenant) -> tuple[MessagesRequest, TurnRequest, Signer]:
     service = service_of(request)
-    fields = parse_object(await read_body(request))
+    fields = await read_fields(request)
     signer = await service.signatures.signer(tenant.name)
     asked = read_messages_request(
         fields, service.sampling_defaults, service.tokenizer.vocab_size, signer.turn_of

@@ -52,6 +52,7 @@ class Metrics:
             "restored", "What clients dropped or rewrote and the ledger gave back.", "what"
         )
         self.fallbacks = self._counter("fallbacks", "Prompts rendered without the ledger.", "reason")
+        self.replaced_images = self._counter("replaced_images", "Images that a text stood in for.")
         self.divergences = self._counter(
             "divergences", "Prompts whose history differs from what is recorded."
         )

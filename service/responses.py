@@ -13,14 +13,14 @@ from service.chat_request import read_retention
 from service.conversation import Conversation
 from service.errors import InvalidRequest, ServiceError
 from service.exchange import served_model, start_turn, streamed_answer, whole_answer
-from service.fields import Fields, parse_object
+from service.fields import Fields
 from service.identity import identify
 from service.responses_answer import Event, ResponsesAnswer
 from service.responses_items import Item, messages_of, relocated
 from service.responses_request import ResponsesRequest, read_responses_request
 from service.responses_store import ResponseStore, turn_of_response
 from service.runner import Turn, TurnRequest
-from service.web import JsonResponse, authenticate, read_body, service_of, turn_headers
+from service.web import JsonResponse, authenticate, read_fields, service_of, turn_headers
 
 MAX_LISTED: Final = 100
 _LISTED: Final = 20
@@ -47,7 +47,7 @@ async def create_response(request: Request) -> Response:
     """Answer `POST /v1/responses`. Raises ServiceError, and ClientLeft."""
     service, record = service_of(request), record_of(request.scope)
     tenant = authenticate(request)
-    fields = parse_object(await read_body(request))
+    fields = await read_fields(request)
     asked = read_responses_request(fields, service.sampling_defaults, service.tokenizer.vocab_size)
     session = identify(request.headers, fields.values)
     record.stream = asked.stream

@@ -15,6 +15,8 @@ from service.access import record_of
 from service.engine_watch import EngineWatch
 from service.engines import Engines
 from service.errors import BodyStalled, BodyTooLarge
+from service.fields import Fields, parse_object
+from service.images import replace_images
 from service.metrics import Metrics
 from service.responses_store import ResponseStore
 from service.runner import TurnRunner
@@ -29,6 +31,7 @@ class Service:
 
     sampling_defaults: for what a request leaves out, from the checkpoint. max_body_bytes: longest body read.
     ping_interval_s: longest silence within a stream. stall_s: how long a client may take nothing of it.
+    replace_images: put a text where a conversation has images, instead of refusing it.
     """
 
     engines: Engines
@@ -44,6 +47,7 @@ class Service:
     max_body_bytes: int = 64 << 20
     ping_interval_s: float = 10.0
     stall_s: float = 300.0
+    replace_images: bool = False
 
 
 class JsonResponse(Response):
@@ -94,6 +98,19 @@ async def read_body(request: Request) -> bytes:
                 raise BodyTooLarge(limit_bytes)
     except TimeoutError:
         raise BodyStalled(service.stall_s) from None
+
+
+async def read_fields(request: Request) -> Fields:
+    """The body's JSON object, its images replaced by text where that is wanted.
+
+    Raises as `read_body` and `parse_object`.
+    """
+    fields = parse_object(await read_body(request))
+    service = service_of(request)
+    if service.replace_images and (count := replace_images(fields.values)):
+        record_of(request.scope).replaced_images = count
+        service.metrics.replaced_images.inc(count)
+    return fields
 
 
 def turn_headers(prompt: Prompt) -> dict[str, str]:
