@@ -1,4 +1,4 @@
-"""Serve agents over HTTP in front of running engines: OpenAI Chat Completions with exact turns.
+"""Serve agents over HTTP in front of running engines: OpenAI's APIs and Anthropic's, with exact turns.
 
 On SIGTERM or Ctrl-C no new connections are taken, and requests get --drain-s seconds to end.
 """

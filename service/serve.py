@@ -114,6 +114,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tenants", type=Path, metavar="FILE", help="API keys and tenants (TOML); default: open"
     )
     parser.add_argument(
+        "--replace-images", action="store_true", help="let a text stand in for images, instead of refusing"
+    )
+    parser.add_argument(
         "--state-dir",
         type=Path,
         metavar="DIR",
@@ -226,6 +229,7 @@ def _serve(args: argparse.Namespace, layout: Layout, supervisor: Supervisor, dis
         model=layout.model,
         tenants=args.tenants,
         log=layout.logs / "gateway.log",
+        extra=["--replace-images"] if args.replace_images else [],
     )
     start(gateway, GATEWAY_START_TIMEOUT_S)
     _announce(args, layout, started, store_url, ledger_url, display)
