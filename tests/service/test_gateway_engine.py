@@ -136,8 +136,9 @@ def flat(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_the_engine_renders_the_same_prompts(gateway: Gateway):
-    ready = await gateway.http.get("/ready")
-    assert ready.json() == {
+    ready = (await gateway.http.get("/ready")).json()
+    assert list(ready.pop("engines").values()) == [{"ready": True}]
+    assert ready == {
         "ready": True,
         "engine": {"ready": True},
         "encoding": {"verified": True, "mismatches": []},
