@@ -15,6 +15,7 @@ from service.channels import CallArguments, CallEnd, CallStart, ReasoningDelta, 
 from service.conversation import Completion, Usage
 from service.errors import ServiceError
 from service.generation import TokenLogprob
+from service.logprobs import logprob_body
 from service.reader import Step
 
 
@@ -126,24 +127,6 @@ class ChatAnswer:
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {
-            "content": [
-                {
-                    **self._token(item.id, item.logprob),
-                    "top_logprobs": [self._token(id, logprob) for id, logprob in item.top],
-                }
-                for item in logprobs
-            ],
+            "content": [logprob_body(self._tokenizer, item) for item in logprobs],
             "refusal": None,
-        }
-
-    def _token(self, id: int, logprob: float) -> dict[str, Any]:
-        try:
-            raw = self._tokenizer.token_bytes(id)
-        except KeyError:  # the engine's embedding may have more rows than the vocabulary
-            raw = b""
-        # JSON has no -inf: OpenAI's documentation says -9999 for what is very unlikely.
-        return {
-            "token": raw.decode(errors="replace"),
-            "bytes": list(raw),
-            "logprob": max(logprob, -9999.0),
         }

@@ -4,7 +4,7 @@ Source: https://platform.openai.com/docs/api-reference/chat, with the dialects o
 agents use. What a field may hold, and what is ignored, is in the README of this package.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -188,9 +188,13 @@ def _tool_choice(fields: Fields, tools: tuple[Mapping[str, Any], ...]) -> str | 
     function = named.nested("function")
     if named.string("type") != "function" or function is None:
         raise fields.error("tool_choice", 'must look like {"type": "function", "function": {"name": "..."}}.')
-    name = function.required_string("name")
+    return named_tool(function, function.required_string("name"), tools)
+
+
+def named_tool(fields: Fields, name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The choice of one tool, whose name `fields` gave, in the terms of Chat; raises for an unknown name."""
     if all(tool["function"]["name"] != name for tool in tools):
-        raise function.error("name", "is not among the tools: name one of them.")
+        raise fields.error("name", "is not among the tools: name one of them.")
     return {"type": "function", "function": {"name": name}}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from service.chat_request import named_tool
 from service.conversation import Conversation
 from service.fields import Fields
 from service.messages_conversation import ConversationReader, Retention
@@ -104,10 +105,7 @@ def _tool_choice(
                 raise fields.error("tool_choice", "needs tools: give at least one, or leave tool_choice out.")
             return "required", single_call
         case "tool":
-            name = choice.required_string("name")
-            if all(tool["function"]["name"] != name for tool in tools):
-                raise choice.error("name", "is not among the tools: name one of them.")
-            return {"type": "function", "function": {"name": name}}, single_call
+            return named_tool(choice, choice.required_string("name"), tools), single_call
         case _:
             raise choice.error("type", "is required: auto, any, tool or none.")
 

@@ -8,7 +8,7 @@ which sends everything back shows that there was a turn.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from model.tokenizer import K3Tokenizer
 from service.channels import CallArguments, CallEnd, CallStart, ReasoningDelta, TextDelta
@@ -16,14 +16,12 @@ from service.conversation import Completion, Usage
 from service.encryption import ReasoningSeal
 from service.errors import ServiceError
 from service.generation import TokenLogprob
+from service.logprobs import logprob_body
 from service.reader import Step
 from service.responses_items import Item
 from service.responses_request import ResponsesRequest
 
 Event = dict[str, Any]
-
-_LEAST_LOGPROB: Final = -9999.0
-"""JSON has no -inf: OpenAI's documentation says -9999 for what is very unlikely."""
 
 
 def response_id(turn: str) -> str:
@@ -95,7 +93,7 @@ class ResponsesAnswer:
                 case TextDelta(text):
                     yield from self._enter("message")
                     self._text.append(text)
-                    shown = [self._logprob(item) for item in logprobs]
+                    shown = [logprob_body(self._tokenizer, item) for item in logprobs]
                     self._logprobs += shown
                     logprobs = ()
                     yield self._item_event("output_text.delta", content_index=0, delta=text, logprobs=shown)
@@ -239,23 +237,6 @@ class ResponsesAnswer:
         event = {"type": kind, "sequence_number": self._sequence, **more}
         self._sequence += 1
         return event
-
-    def _logprob(self, item: TokenLogprob) -> dict[str, Any]:
-        return {
-            **self._token(item.id, item.logprob),
-            "top_logprobs": [self._token(id, logprob) for id, logprob in item.top],
-        }
-
-    def _token(self, id: int, logprob: float) -> dict[str, Any]:
-        try:
-            raw = self._tokenizer.token_bytes(id)
-        except KeyError:  # the engine's embedding may have more rows than the vocabulary
-            raw = b""
-        return {
-            "token": raw.decode(errors="replace"),
-            "bytes": list(raw),
-            "logprob": max(logprob, _LEAST_LOGPROB),
-        }
 
 
 def _text_part(text: str, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

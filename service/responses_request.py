@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from service.chat_request import EFFORTS
+from service.chat_request import EFFORTS, named_tool
 from service.fields import Fields
 from service.responses_items import Item, read_input, tool_name
 from service.sampling import Sampling, read_sampling
@@ -216,9 +216,7 @@ def _tool_choice(fields: Fields, tools: Tools) -> str | Mapping[str, Any] | None
     if named.string("type") != "function":
         raise named.error("type", 'must be "function": tool_choice names one function, or is a word.')
     name = tool_name(named.required_string("name"), named.string("namespace"))
-    if all(tool["function"]["name"] != name for tool in tools.declared):
-        raise named.error("name", "is not among the tools: name one of them.")
-    return {"type": "function", "function": {"name": name}}
+    return named_tool(named, name, tools.declared)
 
 
 def _format(fields: Fields) -> Mapping[str, Any] | None:
