@@ -5,6 +5,7 @@
     longhaul:turns:TENANT:s:SESSION  list of the session's keys, oldest first; SESSION is a digest of its name
     longhaul:turns:TENANT:r:KEY      what an API keeps beside the turn KEY (cache_store.document)
     longhaul:stored:TENANT:...       how many bytes those of t and r are (cache_store.stored_bytes)
+    longhaul:quota:TENANT:...        what the tenant has taken of its quotas (cache_store.allowances)
     longhaul:secrets:NAME            32 random bytes, made when they are first asked for; they never expire
 
 TENANT is percent-encoded (RFC 3986), versions are those of `cache_store.version`.
@@ -98,7 +99,7 @@ class Ledger:
             retry=Retry(NoBackoff(), 0),
         )
         self._redis = redis.asyncio.Redis.from_pool(pool)
-        self._read_lists: Any = self._redis.register_script(_READ_LISTS)
+        self._scripts: dict[str, Any] = {}
         self._decoded = DecodedTurns(decoded_bytes)
         self._absent = False
 
@@ -124,8 +125,7 @@ class Ledger:
         keys = [f"{prefix}d:{digest.hex()}" for digest in digests]
         if not keys:
             return []
-        async with _faults(self._deadline_s):
-            lists = cast("list[list[bytes]]", await self._read_lists(keys=keys, args=[VERSIONS_KEPT - 1]))
+        lists: list[list[bytes]] = await self.run_script(_READ_LISTS, keys, [VERSIONS_KEPT - 1])
         return [[unpack_version(data) for data in entries if len(data) == VERSION_BYTES] for entries in lists]
 
     async def turns(self, tenant: str, keys: Sequence[str]) -> list[Turn | None]:
@@ -264,6 +264,14 @@ class Ledger:
             return await stored_bytes.stored_bytes(
                 self._redis, quote(tenant, safe=""), _prefix(tenant), now_ms
             )
+
+    async def run_script(self, text: str, keys: Sequence[str], args: Sequence[str | int]) -> Any:
+        """The answer to one of the project's Lua scripts, within the deadline of a read."""
+        script = self._scripts.get(text)
+        if script is None:
+            script = self._scripts[text] = self._redis.register_script(text)
+        async with _faults(self._deadline_s):
+            return await script(keys=keys, args=args)
 
     async def secret(self, name: str) -> bytes:
         """The secret of that name: `SECRET_BYTES` random bytes, the same for every gateway on this ledger."""

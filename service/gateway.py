@@ -208,7 +208,7 @@ def build_service(
             engines,
             turns,
             tokenizer,
-            Quotas(ledger),
+            Quotas(ledger, metrics),
             metrics,
             roots=None if store_url is None else RootRegistry(store_url),
             grace_s=grace_s,

@@ -60,6 +60,9 @@ class Metrics:
             "aborted_turns", "Turns that were not completed, and so not recorded.", "cause"
         )
         self.refused = self._counter("refused", "Requests beyond a tenant's quota.", "tenant", "quota")
+        self.quota_fallbacks = self._counter(
+            "quota_fallbacks", "Requests whose quotas this gateway counted alone: the ledger did not answer."
+        )
         self.ledger_failures = self._counter("ledger_failures", "Turns that the ledger did not acknowledge.")
         self.engine_turns = self._counter("engine_turns", "Turns begun, by the engine's address.", "engine")
         self.moved = self._counter("moved_turns", "Turns begun by another engine than their session's own.")

@@ -22,7 +22,7 @@ from service.engines import Engines
 from service.errors import InvalidRequest, QuotaExceeded, TooManyTurns
 from service.generation import Chunk, Generation
 from service.metrics import Metrics
-from service.quotas import Quotas
+from service.quotas import Hold, Quotas
 from service.reader import MessageReader, Step
 from service.sampling import Sampling, output_room
 from service.tenants import Tenant
@@ -60,6 +60,7 @@ class Turn:
         chunks: AsyncGenerator[Chunk],
         runner: "TurnRunner",
         request: TurnRequest,
+        hold: Hold,
         held: ExitStack,
         started_at: float,
         rid: str,
@@ -75,6 +76,7 @@ class Turn:
         self._chunks = chunks
         self._runner = runner
         self._request = request
+        self._hold = hold
         self._held = held
         self._started_at = started_at
         self._steps = self._run()
@@ -107,12 +109,10 @@ class Turn:
             await asyncio.gather(self._first, return_exceptions=True)
         await self._steps.aclose()
         await self._chunks.aclose()
-        if self.ttft_s is not None:
-            computed = self.usage.prompt_tokens - self.usage.cached_tokens + self._reader.sampled_tokens
-            self._runner.quotas.charge(self._request.tenant, computed)
         if self.completion is None:
             self._runner.metrics.aborted.labels(cause).inc()
         self._held.close()
+        await self._end()
 
     async def _run(self) -> AsyncGenerator[Step]:
         assert self._first is not None, "begin comes first"
@@ -128,8 +128,15 @@ class Turn:
                 chunk = await anext(chunks)
         yield self._reader.finish()
         completion = self._reader.completion(chunk.stop or "stop", self.usage)
+        # Ended before anybody is told: who has seen the end may begin another, at any gateway.
+        await self._end()
         self.recorded = await self._runner.record(self._request.tenant, self.prompt, completion)
         self.completion = completion
+
+    async def _end(self) -> None:
+        """Give back the tenant's turn, and charge what the engine has computed for it."""
+        computed = self.usage.prompt_tokens - self.usage.cached_tokens + self._reader.sampled_tokens
+        await self._runner.quotas.end(self._hold, 0 if self.ttft_s is None else computed)
 
     def _usage(self, chunk: Chunk) -> Usage:
         return Usage(
@@ -170,9 +177,22 @@ class TurnRunner:
     async def start(self, request: TurnRequest) -> Turn:
         """Begin a turn: its prompt is assembled and the engine has taken it. Raises ServiceError."""
         started_at = time.monotonic()
-        with ExitStack() as held, self._counting_refusals(request.tenant):
-            held.enter_context(self.quotas.turn(request.tenant))
-            await self.quotas.admit(request.tenant)
+        with self._counting_refusals(request.tenant):
+            hold = await self.quotas.begin(request.tenant)
+        try:
+            turn = await self._started(request, hold, started_at)
+        except BaseException:
+            await self.quotas.end(hold, 0)
+            raise
+        try:
+            await turn.begin(self._grace_s)
+        except BaseException as error:
+            await turn.close("client" if isinstance(error, asyncio.CancelledError) else "engine")
+            raise
+        return turn
+
+    async def _started(self, request: TurnRequest, hold: Hold, started_at: float) -> Turn:
+        with ExitStack() as held:
             held.enter_context(self.metrics.running.track_inprogress())
             info = await self._engines.info()
             prompt = await self._prepare(request)
@@ -204,13 +224,9 @@ class TurnRunner:
                 self._tokenizer, prompt.channel, request.sampling, single_call=request.single_call
             )
             chunks = self._engines.generate(generation, _place(prompt))
-            turn = Turn(prompt, reader, chunks, self, request, held.pop_all(), started_at, generation.rid)
-        try:
-            await turn.begin(self._grace_s)
-        except BaseException as error:
-            await turn.close("client" if isinstance(error, asyncio.CancelledError) else "engine")
-            raise
-        return turn
+            return Turn(
+                prompt, reader, chunks, self, request, hold, held.pop_all(), started_at, generation.rid
+            )
 
     async def abort(self, rid: str) -> None:
         """Have the engine abort a request; without effect when it has ended."""
@@ -219,7 +235,7 @@ class TurnRunner:
     async def count(self, request: TurnRequest) -> int:
         """How many tokens the prompt has that `start` would send. Raises InvalidRequest, QuotaExceeded."""
         with self._counting_refusals(request.tenant):
-            self.quotas.take_request(request.tenant)
+            await self.quotas.take_request(request.tenant)
         return len((await self._assemble(request)).ids)
 
     async def record(self, tenant: Tenant, prompt: Prompt, completion: Completion) -> bool:
@@ -235,6 +251,7 @@ class TurnRunner:
     async def close(self) -> None:
         """Give the connections back."""
         await asyncio.gather(*self._announcing, return_exceptions=True)
+        await self.quotas.close()
         if self._roots is not None:
             await self._roots.aclose()
 

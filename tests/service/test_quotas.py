@@ -10,11 +10,12 @@ from conftest import Gateway, GatewayFactory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_store.ledger import Ledger, new_key
+from cache_store.allowances import Limits, Refusal
+from cache_store.ledger import new_key
+from cache_store.retention import TtlClass
 from cache_store.roots import Root, root_key, root_page
 from cache_store.servers import RedisServer
-from service.errors import QuotaExceeded, TooManyTurns
-from service.quotas import Quotas
+from service.buckets import LocalCounts
 from service.tenants import Tenant, Tenants
 
 USER: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -33,104 +34,66 @@ def clock() -> Clock:
     return Clock()
 
 
+REQUESTS = Limits(requests_per_minute=6)
+TOKENS = Limits(tokens_per_minute=600)
+
+
 @pytest.fixture
-def quotas(ledger_server: RedisServer, clock: Clock) -> Quotas:
-    return Quotas(Ledger(ledger_server.url), clock)
+def local(clock: Clock) -> LocalCounts:
+    return LocalCounts(clock)
 
 
-def test_concurrent_turns_are_bounded_per_tenant(quotas: Quotas):
-    tenant, other = Tenant("a", 2), Tenant("b", 1)
-    with quotas.turn(tenant), quotas.turn(tenant):
-        with pytest.raises(TooManyTurns) as caught, quotas.turn(tenant):
-            pass
-        assert caught.value.retry_after_s == 1
-        with quotas.turn(other):
-            pass
-        assert quotas.running(tenant) == 2
-    assert quotas.running(tenant) == 0
+def test_requests_come_at_their_rate_after_a_minutes_worth(local: LocalCounts, clock: Clock):
+    def ask(tenant: str = "a") -> Refusal | None:
+        if refusal := local.request_refusal(tenant, REQUESTS):
+            return refusal
+        local.take_request(tenant, REQUESTS)
+        return None
 
-
-def test_a_turn_is_given_back_when_it_fails(quotas: Quotas):
-    tenant = Tenant("a", 1)
-    with pytest.raises(RuntimeError), quotas.turn(tenant):
-        raise RuntimeError
-    with quotas.turn(tenant):
-        pass
-
-
-async def test_requests_come_at_their_rate_after_a_minutes_worth(quotas: Quotas, clock: Clock):
-    tenant = Tenant("a", requests_per_minute=6)
-    for _ in range(6):
-        await quotas.admit(tenant)
-    with pytest.raises(QuotaExceeded) as caught:
-        await quotas.admit(tenant)
-    assert caught.value.retry_after_s == 10
-    await quotas.admit(Tenant("b", requests_per_minute=6))
+    assert [ask() for _ in range(7)] == [None] * 6 + [Refusal("requests_per_minute", 10)]
+    assert ask("b") is None
     clock.now_s += 9.9
-    with pytest.raises(QuotaExceeded):
-        await quotas.admit(tenant)
+    assert ask() is not None
     clock.now_s += 0.2
-    await quotas.admit(tenant)
+    assert ask() is None
     clock.now_s += 3600
-    for _ in range(6):
-        await quotas.admit(tenant)
-    with pytest.raises(QuotaExceeded):
-        await quotas.admit(tenant)
+    assert [ask() for _ in range(7)] == [None] * 6 + [Refusal("requests_per_minute", 10)]
 
 
-async def test_tokens_are_charged_afterwards(quotas: Quotas, clock: Clock):
-    tenant = Tenant("a", tokens_per_minute=600)
-    await quotas.admit(tenant)
-    quotas.charge(tenant, 1200)
-    with pytest.raises(QuotaExceeded) as caught:
-        await quotas.admit(tenant)
-    assert 60 < caught.value.retry_after_s <= 61
+def test_tokens_are_charged_afterwards(local: LocalCounts, clock: Clock):
+    local.begin("a", TOKENS)
+    local.end("a", TOKENS, 1200)
+    assert local.turn_refusal("a", TOKENS) == Refusal("tokens_per_minute", 61)
     clock.now_s += 61
-    await quotas.admit(tenant)
+    assert local.turn_refusal("a", TOKENS) is None
 
 
 @given(st.lists(st.tuples(st.integers(1, 10), st.floats(0, 30)), max_size=60))
 def test_no_minute_has_more_than_two_minutes_worth(steps: list[tuple[int, float]]):
     """A full bucket and what comes in the meantime: no window of a minute lets more through."""
-    clock, tenant = Clock(), Tenant("a", requests_per_minute=10)
-    quotas = Quotas(Ledger("redis://127.0.0.1:9/0"), clock)
+    clock, limits = Clock(), Limits(requests_per_minute=10)
+    local = LocalCounts(clock)
     let_through: list[float] = []
-    for wanted, wait_s in steps:
-        clock.now_s += wait_s
+    for wanted, pause_s in steps:
+        clock.now_s += pause_s
         for _ in range(wanted):
-            try:
-                quotas.take_request(tenant)
-            except QuotaExceeded as error:
-                assert 1 <= error.retry_after_s <= 6
-                break
-            let_through.append(clock.now_s)
+            if local.request_refusal("a", limits) is None:
+                local.take_request("a", limits)
+                let_through.append(clock.now_s)
     for start in let_through:
         assert sum(start <= at < start + 60 for at in let_through) <= 20
 
 
-async def test_who_waits_as_told_is_let_in(quotas: Quotas, clock: Clock):
-    tenant = Tenant("a", requests_per_minute=7, tokens_per_minute=100)
+def test_who_waits_as_told_is_let_in(local: LocalCounts, clock: Clock):
+    limits = Limits(requests_per_minute=7, tokens_per_minute=100)
     for tokens in (0, 90, 500, 3, 1):
         waited = 0
-        while True:
-            try:
-                await quotas.admit(tenant)
-                break
-            except QuotaExceeded as error:
-                waited += 1
-                assert waited <= 2, "once for each quota"
-                clock.now_s += error.retry_after_s
-        quotas.charge(tenant, tokens)
-
-
-async def test_without_limits_nothing_is_counted(quotas: Quotas):
-    for _ in range(1000):
-        await quotas.admit(Tenant("a"))
-    quotas.charge(Tenant("a"), 10**9)
-
-
-async def test_a_ledger_that_is_down_refuses_nobody():
-    await Quotas(Ledger("redis://127.0.0.1:9/0")).admit(Tenant("a", max_turn_bytes=1))
+        while refusal := local.turn_refusal("a", limits):
+            waited += 1
+            assert waited <= 2, "once for each quota"
+            clock.now_s += refusal.retry_after_s
+        local.begin("a", limits)
+        local.end("a", limits, tokens)
 
 
 def limited(**limits: int) -> tuple[Tenants, Tenant]:
@@ -182,10 +145,11 @@ async def test_cached_tokens_are_free(gateway_factory: GatewayFactory):
 
 
 def level(gateway: Gateway, tenant: Tenant) -> float:
-    quotas = gateway.service.runner.quotas
-    quotas._clock = lambda: 0.0  # pyright: ignore[reportPrivateUsage] # no refill between two looks
-    quotas.charge(tenant, 0)
-    return quotas._tokens[tenant.name].level  # pyright: ignore[reportPrivateUsage]
+    clock = Clock()  # no refill between two looks
+    local = gateway.service.runner.quotas._local  # pyright: ignore[reportPrivateUsage]
+    local.clock = clock
+    taken = local._tenants.get(tenant.name)  # pyright: ignore[reportPrivateUsage]
+    return taken.tokens.level if taken and taken.tokens else 10_000
 
 
 async def test_bytes_are_bounded_and_come_back_when_a_session_is_erased(gateway_factory: GatewayFactory):
@@ -227,7 +191,8 @@ async def test_the_store_is_told_whose_pages_these_are(
     tenants, tenant = limited(max_cache_bytes=12345)
     async with gateway_factory(tenants=tenants, store_url=f"{ledger_server.url}?db=0") as gateway:
         text = os.urandom(8).hex() + " word" * 80
-        for control, ttl in ((None, None), ({"type": "ephemeral", "ttl": "1h"}, "1h")):
+        cases: list[tuple[Any, TtlClass | None]] = [(None, None), ({"type": "ephemeral", "ttl": "1h"}, "1h")]
+        for control, ttl in cases:
             block = {"type": "text", "text": text, "cache_control": control}
             body = {"model": "kimi-k3", "max_tokens": 9, "messages": [{"role": "user", "content": [block]}]}
             answer = await gateway.http.post("/v1/messages", json=body, headers={"x-api-key": "k"})
