@@ -17,8 +17,12 @@ RUNTIME_BYTES: Final = 2_000_000_000
 # SGLang's fallbacks for arguments that a profile leaves out.
 MEMORY_FRACTION: Final = 0.85
 STATE_RATIO: Final = 0.9
+TRACK_TOKENS: Final = 256
 # `--mamba-radix-cache-strategy extra_buffer`: slots that a running request takes.
 SLOTS_PER_REQUEST: Final = 5
+# `--chunked-prefill-size` left out: by the memory of a GPU (sglang.srt.arg_groups.memory_hook).
+LARGE_GPU_BYTES: Final = 160_000_000_000
+CHUNK_TOKENS, LARGE_CHUNK_TOKENS = 8192, 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,8 @@ class Budget:
 
     `kv_tokens` and `state_slots` hold for the whole machine, since each rank holds its part of every state
     and all of the KV. `host_tokens` and `host_states` are 0 without a host tier. `short_bytes` is what lacks
-    of the memory that the weights take, 0 where they fit.
+    of the memory that the weights take, 0 where they fit. Prefill leaves a state every `chunk_tokens`, and
+    decoding one at each multiple of `track_tokens`.
     """
 
     hbm_bytes: int
@@ -41,14 +46,19 @@ class Budget:
     state_slots: int
     host_tokens: int
     host_states: int
+    chunk_tokens: int = CHUNK_TOKENS
+    track_tokens: int = TRACK_TOKENS
+    most_running: int | None = None
 
     def __post_init__(self) -> None:
         assert min(self.kv_tokens, self.state_slots, self.host_tokens, self.host_states) >= 0, self
+        assert self.chunk_tokens > 0 and self.track_tokens > 0, self
 
     @property
     def running_requests(self) -> int:
         """How many requests can run at once, by the slots of states that each takes."""
-        return self.state_slots // SLOTS_PER_REQUEST
+        fit = self.state_slots // SLOTS_PER_REQUEST
+        return fit if self.most_running is None else min(fit, self.most_running)
 
 
 def split(
@@ -88,6 +98,7 @@ def budget(
     tokens, slots = split(rest, ratio, kv_bytes, rank_state, page_tokens) if rest > 0 else (0, 0)
     host = int(number("--hicache-size", 0) * 1e9)
     host_tokens, host_states = split(host, ratio, kv_bytes, rank_state, page_tokens) if host else (0, 0)
+    chunk = LARGE_CHUNK_TOKENS if machine.hbm_bytes >= LARGE_GPU_BYTES else CHUNK_TOKENS
     return Budget(
         hbm_bytes=machine.hbm_bytes,
         static_bytes=static,
@@ -100,4 +111,6 @@ def budget(
         state_slots=slots,
         host_tokens=host_tokens,
         host_states=host_states,
+        chunk_tokens=int(number("--chunked-prefill-size", chunk)),
+        track_tokens=int(number("--mamba-track-interval", TRACK_TOKENS)),
     )

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         fits = bool(found.kv_tokens and found.running_requests)
         points: list[Point] = []
         if fits:
-            made = options.workload(args, args.trace)
+            made = options.workload(args, args.trace, found)
             near = [args.sessions // 2, args.sessions, 2 * args.sessions] if args.sessions else []
             counts = sorted({*GRID, *(count for count in near if count)})
             points = options.sweep(args, machine, found, made, POLICIES, counts)

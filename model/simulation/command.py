@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Simulate and report; 0, or 2 when that can't be done."""
     try:
         machine, found = options.machine_and_budget(args)
-        made = options.workload(args, args.paths)
+        made = options.workload(args, args.paths, found)
         begin_s = time.perf_counter()
         points = options.sweep(args, machine, found, made, args.policy, args.concurrency)
         wall_s = time.perf_counter() - begin_s

@@ -17,7 +17,8 @@ class Loop:
     Lanes begin at random times within `start_window_s`: all at once would be a burst that no cache helps.
     The first session of each lane begins at a random place, at most `start_share` of it in, so that contexts
     are of all lengths at once; its first request counts as warm-up, as do all until `warm_up` have ended.
-    Scripts are taken in an order drawn from `seed`, again and again, each time with a tree of its own.
+    Scripts are taken in an order drawn from `seed`, again and again, each time with a tree of its own. With
+    `once` each is run once, in the given order and from its beginning, and all requests are measured.
     """
 
     node: Node
@@ -30,6 +31,7 @@ class Loop:
     start_share: float = 0.75
     start_window_s: float = 0.0
     warm_up: int = 0
+    once: bool = False
     records: list[Request] = field(default_factory=list[Request])
     begin_s: float = 0.0
     _ended: int = 0
@@ -39,13 +41,18 @@ class Loop:
     def run(self) -> None:
         """Run to the end."""
         source = random.Random(self.seed)
-        for _ in range(self.concurrency):
+        if self.once:
+            self._order = list(reversed(range(len(self.scripts))))
+            self.start_share = self.start_window_s = 0.0
+        for _ in range(min(self.concurrency, len(self.scripts)) if self.once else self.concurrency):
             start = source.random() * self.start_share
             begin_s = source.random() * self.start_window_s
             self.events.at(begin_s, lambda start=start: self._open(source, start))
         self.events.run(lambda: len(self.records) >= self.wanted)
 
     def _open(self, source: random.Random, start: float) -> None:
+        if self.once and not self._order:
+            return
         if not self._order:
             self._order = source.sample(range(len(self.scripts)), len(self.scripts))
         script = self.scripts[self._order.pop()]
@@ -55,7 +62,7 @@ class Loop:
     def ended(self, request: Request, counts: bool) -> None:
         """Count a request whose answer ended."""
         self._ended += 1
-        if self._ended > self.warm_up and counts:
+        if self.once or (self._ended > self.warm_up and counts):
             self.records.append(request)
         elif not self.records:
             self.begin_s = self.events.now_s

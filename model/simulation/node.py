@@ -6,8 +6,11 @@ there and not nearer is read into host memory while the request waits, through o
 and has been evicted when its turn comes is asked for again, as SGLang does. Everything computed
 is written through to host and store when the answer ends, and `cache_store.retention` says which states stay.
 
-Left out: states at chunk borders within a prompt, what prefill and decoding take from each other, writes
-competing with reads.
+Prefill leaves a state where each of its chunks ends; one where KV went on without a state takes the place of
+the next one behind it. What an answer has behind its last state is not kept.
+
+Left out: what prefill and decoding take from each other, chunks that requests share, writes competing with
+reads.
 """
 
 import math
@@ -20,13 +23,12 @@ from model.capacity.budget import Budget
 from model.capacity.machine import Machine
 from model.simulation.events import Events
 from model.simulation.tier import Tier, TreeInTier
-from model.simulation.workload import Call, Tree
+from model.simulation.workload import PAGE_TOKENS, ROOT, Call, Tree
 
 # SGLang's --hicache-storage-prefetch-retry-max-attempts.
 MOST_FETCHES = 8
 # `extra_buffer`: the state that is worked on and two that are tracked (mamba ping-pong buffers).
 SLOTS_RUNNING = 3
-PAGE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,21 @@ class Request:
     fetched: int = 0
     matched: int = 0
     fetches: int = 0
+    states: tuple[int, ...] = ()
+    kept: int = ROOT
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        """The nodes of the prompt that can be matched: its last token is computed in any case."""
+        path = self.call.path
+        whole = bool(path) and self.tree.ends[path[-1]] >= self.call.input_tokens
+        return path[:-1] if whole else path
+
+    @property
+    def own_tokens(self) -> int:
+        """KV of prompt and answer, in whole pages, that no node stands for."""
+        tokens = self.call.input_tokens + self.call.output_tokens
+        return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS - self.tree.ends[self.call.end]
 
 
 @dataclass(slots=True)
@@ -79,6 +96,7 @@ class Node:
     store: Tier | None = field(init=False)
     traffic: Traffic = field(default_factory=Traffic)
     running: int = 0
+    _own_tokens: int = 0
     _waiting: deque[Request] = field(default_factory=deque[Request])
     _prefill_free_s: float = 0.0
     _store_free_s: float = 0.0
@@ -123,7 +141,7 @@ class Node:
     def _matches(self, tier: Tier | None, request: Request) -> tuple[int, int]:
         if tier is None:
             return 0, 0
-        return tier.match(tier.open(request.number, request.tree), request.call.path)
+        return tier.match(tier.open(request.number, request.tree), request.prompt)
 
     def _fetch(self, request: Request) -> float | None:
         """Begin to read from the store what is not nearer; when it will be there, None for nothing."""
@@ -183,16 +201,19 @@ class Node:
         device.now_s = now_s
         run = device.open(request.number, request.tree)
         ends, path = request.tree.ends, call.path
-        held, depth = device.match(run, path)
+        held, depth = device.match(run, request.prompt)
         device.use(run, path, depth)
         anchor = path[depth - 1] if depth else 0
         device.lock(run, anchor)
         # The state that is matched is copied into a slot of the request's own.
         device.state_room = self.budget.state_slots - SLOTS_RUNNING * (self.running + 1)
-        if not device.add(run, call.nodes):
-            device.unlock(run, anchor)
-            return False
+        device.token_room = self.budget.kv_tokens - self._own_tokens - request.own_tokens
+        fits = device.add(run, call.nodes) and device.make_room(0)
         device.unlock(run, anchor)
+        if not fits:
+            device.token_room = self.budget.kv_tokens - self._own_tokens
+            return False
+        self._own_tokens += request.own_tokens
         device.lock(run, call.end)
         while device.states > device.state_room and device.evict_state():
             pass
@@ -208,18 +229,28 @@ class Node:
         copied += self.budget.state_bytes_per_rank * (far > depth)
         begin_s = max(now_s + copied / self.machine.host_bytes_s, self._prefill_free_s)
         self._prefill_free_s = begin_s + request.computed_tokens / self.machine.prefill_tokens_s
-        branch = path[held - 1] if held > far else None
-        self.events.at(self._prefill_free_s, lambda: self._prefilled(request, run, branch))
+        request.states = self._prefill_states(request, far, held)
+        request.kept = (path[far - 1] if far else ROOT, *request.states, *call.answer)[-1]
+        self.events.at(self._prefill_free_s, lambda: self._prefilled(request, run))
         return True
 
-    def _prefilled(self, request: Request, run: TreeInTier, branch: int | None) -> None:
+    def _prefill_states(self, request: Request, far: int, held: int) -> tuple[int, ...]:
+        """Where prefill leaves states, of a prompt with `far` restored nodes and KV of `held`."""
+        path, ends = request.call.path, request.tree.ends
+        if far >= len(path):
+            return ()
+        found = [node for node in path[far:-1] if not ends[node] % self.budget.chunk_tokens] + [path[-1]]
+        if held > far:
+            # One forward keeps one state, and where cached KV went on without one that place comes first.
+            branch = path[held - 1]
+            found[next(at for at, node in enumerate(found) if ends[node] >= ends[branch])] = branch
+        return tuple(found)
+
+    def _prefilled(self, request: Request, run: TreeInTier) -> None:
         request.first_token_s = now_s = self.events.now_s
         self.device.now_s = now_s
-        path = request.call.path
-        # SGLang keeps a state where cached KV went on without one, too.
-        for node in (branch, path[-1] if path else None):
-            if node is not None:
-                self.device.add_state(run, node)
+        for node in request.states:
+            self.device.add_state(run, node)
         end_s = now_s + request.call.output_tokens / self.machine.decode_tokens_s
         self.events.at(end_s, lambda: self._finished(request, run))
 
@@ -229,15 +260,23 @@ class Node:
         device.now_s = now_s
         self.running -= 1
         device.state_room = self.budget.state_slots - SLOTS_RUNNING * self.running
+        self._own_tokens -= request.own_tokens
+        device.token_room = self.budget.kv_tokens - self._own_tokens
         device.unlock(run, call.end)
-        device.add_state(run, call.end)
+        if call.answer:
+            device.add_state(run, call.end)
+        for node in reversed(call.path):
+            if node == request.kept or call.answer:
+                break
+            device.forget(run, node)
         self._write(request)
         request.done(request)
         self._start()
 
     def _write(self, request: Request) -> None:
-        path = request.call.nodes
-        states = dict.fromkeys([*request.call.path[-1:], *path[-1:]])
+        nodes = request.call.nodes
+        path = nodes[: nodes.index(request.kept) + 1] if request.kept else ()
+        states = (*request.states, *request.call.answer[-1:])
         for tier in self.tiers[1:]:
             tier.now_s = self.events.now_s
             run = tier.open(request.number, request.tree)

@@ -117,7 +117,7 @@ def machine_and_budget(args: argparse.Namespace) -> tuple[Machine, Budget]:
     return machine, found
 
 
-def workload(args: argparse.Namespace, paths: Sequence[Path]) -> list[Script]:
+def workload(args: argparse.Namespace, paths: Sequence[Path], found: Budget) -> list[Script]:
     """The scripts of the traces, or of made-up sessions. Raises ReplayError, PlanError."""
     if paths:
         sessions = load(paths)
@@ -125,7 +125,13 @@ def workload(args: argparse.Namespace, paths: Sequence[Path]) -> list[Script]:
             raise ReplayError(f"no session in {', '.join(map(str, paths))}")
     else:
         sessions = synthetic(SYNTHETIC_SESSIONS, args.context, args.turns, args.output, args.gap, args.seed)
-    return scripts(sessions, args.idle_cap, continued=args.answers == "continued")
+    return scripts(
+        sessions,
+        args.idle_cap,
+        continued=args.answers == "continued",
+        chunk_tokens=found.chunk_tokens,
+        track_tokens=found.track_tokens,
+    )
 
 
 def settings(args: argparse.Namespace) -> Settings:

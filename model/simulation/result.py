@@ -74,14 +74,16 @@ class Point:
 class Settings:
     """What the points of a sweep have in common; times in seconds.
 
-    Sessions begin `start_spacing_s` apart, on the mean. `hold_s` is how long an idle session keeps its place
-    under admission, `hold_with_store_s` when there is a store to come back from.
+    Sessions begin `start_spacing_s` apart, on the mean; with `once` all at once, each a single time. `hold_s`
+    is how long an idle session keeps its place under admission, `hold_with_store_s` when there is a store to
+    come back from.
     """
 
     requests: int = 3000
     seed: int = 0
     start_share: float = 0.75
     start_spacing_s: float = 10.0
+    once: bool = False
     share: float = 0.95
     hold_s: float = 300.0
     hold_with_store_s: float = 10.0
@@ -112,6 +114,7 @@ def simulate(
         settings.start_share,
         settings.start_spacing_s * concurrency,
         warm_up=2 * concurrency,
+        once=settings.once,
     )
     loop.run()
     for tier in node.tiers:

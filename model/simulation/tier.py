@@ -163,6 +163,11 @@ class Tier:
             del self._states[run.number, node]
             self.tokens -= self.state_tokens or 0
 
+    def forget(self, run: TreeInTier, node: int) -> None:
+        """Let a node go that nothing is below, no state is at and nobody locks."""
+        if run.held[node] and not (run.children[node] or run.states[node] or run.locks[node]):
+            self._remove(run, node)
+
     def make_room(self, tokens: int) -> bool:
         """Evict until so many tokens are free; False when all that is left is locked."""
         while self.tokens + tokens > self.token_room:

@@ -1,27 +1,35 @@
 """Sessions as the simulator runs them: radix trees of prompts, found once, and calls as paths in them.
 
-A session's tree has a node for each stretch of blocks between two places where prompts end or part. An answer
-is a node too. A replay discards what the server answered and goes on with the recorded text, so that an
-answer is a leaf which no later prompt goes through; with `continued` answers are what was recorded, as in a
-real session, and lie on the next prompt's path.
+A session's tree has a node for each stretch of blocks between two places where prompts end or part, or where
+a chunk of prefill ends. An answer is a node too, as far as the last state of decoding. A replay discards what
+the server answered and goes on with the recorded text, so that an answer is a leaf which no later prompt goes
+through; with `continued` answers are what was recorded, as in a real session, and lie on the next prompt's
+path.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from model.capacity.budget import CHUNK_TOKENS
 from replay.layout import common_prefix
 from replay.trace import Agent, Request, Session
 
 ROOT = 0
+PAGE_TOKENS = 64
 Blocks = tuple[int, ...]
 
 
 @dataclass(slots=True)
 class Tree:
-    """A radix tree; `ends` are the tokens from the root to each node's end."""
+    """A radix tree; `ends` are the tokens from the root to each node's end.
+
+    Decoding leaves states at multiples of `track_tokens`.
+    """
 
     block_tokens: int
+    track_tokens: int = PAGE_TOKENS
     parents: list[int] = field(default_factory=lambda: [ROOT])
     ends: list[int] = field(default_factory=lambda: [0])
     _edges: list[Blocks] = field(default_factory=lambda: [()])
@@ -46,6 +54,12 @@ class Tree:
             if shared < len(self._edges[child]):
                 child = self._split(node, child, shared)
             node, at = child, at + shared
+
+    def cut(self, blocks: Blocks, begin: int, tokens: int) -> None:
+        """Let nodes of an inserted prompt end at multiples of `tokens`, from block `begin` on."""
+        every = max(1, tokens // self.block_tokens)
+        for end in range((begin // every + 1) * every, len(blocks), every):
+            self.insert(blocks[:end])
 
     def path(self, blocks: Blocks) -> list[int]:
         """The nodes of an inserted prompt, from the root's child on."""
@@ -130,23 +144,34 @@ class Script:
     peak_tokens: int
 
 
-def scripts(sessions: Sequence[Session], idle_cap_s: float, *, continued: bool = False) -> list[Script]:
+def scripts(
+    sessions: Sequence[Session],
+    idle_cap_s: float,
+    *,
+    continued: bool = False,
+    chunk_tokens: int = CHUNK_TOKENS,
+    track_tokens: int = PAGE_TOKENS,
+) -> list[Script]:
     """The scripts of sessions, gaps cut to `idle_cap_s`; sessions with shared blocks get one tree.
 
-    `continued` is explained above.
+    `continued` is explained above. Prefill goes in chunks of `chunk_tokens`, decoding leaves a state at each
+    multiple of `track_tokens`.
     """
     shared: dict[int, Tree] = {}
     made: list[Script] = []
     for session in sessions:
         if session.shared_blocks:
-            tree = shared.setdefault(session.block_tokens, Tree(session.block_tokens))
+            tree = shared.setdefault(session.block_tokens, Tree(session.block_tokens, track_tokens))
         else:
-            tree = Tree(session.block_tokens)
+            tree = Tree(session.block_tokens, track_tokens)
         for agent in session.agents:
+            before: Blocks = ()
             for request in agent.requests:
                 tree.insert(request.blocks)
+                tree.cut(request.blocks, common_prefix(before, request.blocks), chunk_tokens)
+                before = request.blocks
             if continued:
-                for blocks in _continuations(agent, session.block_tokens):
+                for blocks in _continuations(agent, tree):
                     tree.insert(blocks or ())
         made.append(Script(session.name, tree, (), session.shared_blocks, 0))
     # A later session may part the nodes of an earlier one, so that paths are looked up when all are in.
@@ -165,7 +190,7 @@ def _script(session: Session, draft: Script, idle_cap_s: float, continued: bool,
         for number, request in enumerate(agent.requests)
     )
     calls: list[list[Call]] = [[] for _ in session.agents]
-    ends = [_continuations(agent, tree.block_tokens) for agent in session.agents]
+    ends = [_continuations(agent, tree) for agent in session.agents]
     for _, index, number in order:
         agent = session.agents[index]
         path = tree.path(agent.requests[number].blocks)
@@ -194,20 +219,25 @@ def _call(
 ) -> Call:
     if not answer:
         end = path[-1] if path else ROOT
-        rest = request.input_tokens - tree.ends[end] + request.output_tokens
-        tokens = rest // tree.block_tokens * tree.block_tokens
-        answer = (tree.leaf(end, tokens),) if tokens else ()
+        tracked = _last_tracked(request, tree)
+        answer = (tree.leaf(end, tracked - tree.ends[end]),) if tracked > request.input_tokens else ()
     output_tokens = max(1, request.output_tokens)
     return Call(tuple(path), answer, request.input_tokens, output_tokens, prefix_tokens, gap_s)
 
 
-def _continuations(agent: Agent, block_tokens: int) -> list[Blocks | None]:
-    """For each request the blocks as far as its answer, None where the next prompt does not go on there."""
+def _last_tracked(request: Request, tree: Tree) -> int:
+    """The last place where decoding may leave a state: an answer's last token is never computed."""
+    every = math.lcm(tree.block_tokens, tree.track_tokens)
+    return (request.input_tokens + request.output_tokens - 1) // every * every
+
+
+def _continuations(agent: Agent, tree: Tree) -> list[Blocks | None]:
+    """For each request the blocks to its answer's last state, None where the next prompt parts before."""
     found: list[Blocks | None] = []
     for request, following in zip(agent.requests, [*agent.requests[1:], None], strict=True):
         blocks = request.blocks
         goes_on = following is not None and following.blocks[: len(blocks)] == blocks
-        end = (request.input_tokens + request.output_tokens) // block_tokens
+        end = _last_tracked(request, tree) // tree.block_tokens
         if goes_on and following is not None and len(following.blocks) >= end > len(blocks):
             found.append(following.blocks[:end])
         else:

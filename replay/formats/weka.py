@@ -19,6 +19,7 @@ from replay.formats.base import Entry
 from replay.trace import Agent, Request, Session
 
 JOIN_TOLERANCE_S = 1e-6
+MODEL = "recorded"
 MODEL_CALLS = ("n", "s")
 SUBAGENT = "subagent"
 
@@ -142,8 +143,9 @@ class WekaFormat:
 def weka_document(session: Session) -> dict[str, Any]:
     """The session as a Weka object; reading it gives an equal session.
 
-    Equal but for sub-agents without requests, and for waits that the format has no room for: it derives them
-    from the recorded times.
+    Equal but for sub-agents without requests, parts of a millisecond in how long sub-agents took, and waits
+    that the format has no room for: it derives them from the recorded times. aiperf and agentx-harness read
+    it, too: they want names of models, whole milliseconds, and no sub-agent in another.
     """
 
     def entries(index: int, offset_s: float) -> list[dict[str, Any]]:
@@ -156,6 +158,7 @@ def weka_document(session: Session) -> dict[str, Any]:
                     {
                         "t": request.start_s - offset_s,
                         "type": "s",
+                        "model": MODEL,
                         "in": request.input_tokens,
                         "out": request.output_tokens,
                         "hash_ids": list(request.blocks),
@@ -173,7 +176,10 @@ def weka_document(session: Session) -> dict[str, Any]:
                             "t": start_s,
                             "type": SUBAGENT,
                             "agent_id": child.name,
-                            "duration_ms": (child.end_s - child.start_s) * 1000,
+                            "subagent_type": "agent",
+                            "status": "completed",
+                            "models": [MODEL],
+                            "duration_ms": round((child.end_s - child.start_s) * 1000),
                             "tool_tokens": 0,
                             "system_tokens": child.head_tokens,
                             "requests": entries(place, inner_offset_s),
@@ -181,13 +187,15 @@ def weka_document(session: Session) -> dict[str, Any]:
                     )
         return listed
 
+    arrival = {"arrival_s": session.arrival_s} if session.arrival_s else {}
     return {
         "id": session.name,
+        "models": [MODEL],
         "block_size": session.block_tokens,
         "hash_id_scope": "global" if session.shared_blocks else "local",
         "tool_tokens": 0,
         "system_tokens": session.agents[0].head_tokens,
-        "arrival_s": session.arrival_s,
+        **arrival,
         "requests": entries(0, 0.0),
     }
 

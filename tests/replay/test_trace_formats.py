@@ -40,7 +40,7 @@ def weka_requests(draw, depth=0):
                     "t": draw(times),
                     "type": "subagent",
                     "agent_id": draw(st.sampled_from("abc")),
-                    "duration_ms": draw(st.integers(0, 10_000)) * 125.0,
+                    "duration_ms": draw(st.integers(0, 10_000)) * 125,
                     "system_tokens": draw(st.integers(0, 50)),
                     "requests": [
                         {"t": 0, "type": "n", "in": 1, "out": 0},

@@ -1,0 +1,297 @@
+"""The simulator against the engine: hit rates of a replay on small pools, measured and simulated.
+
+Boots the CPU engine with little room for KV and states, replays the same sessions at several concurrencies,
+each with an empty cache, simulates them with the same pools, and compares the share of prompt tokens that was
+found. Prefill and decoding are simulated as fast as they were in the replay: this machine's speed is not what
+is compared.
+
+    python -m bench.simulator [TRACE...] [--concurrency 3,5,9] [--kv-tokens N] [--state-slots N] [--json]
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.engines import note, running_engine
+from bench.redis_process import RedisProcess
+from model import tiny
+from model.capacity.budget import Budget
+from model.capacity.machine import MACHINES, Machine
+from model.profile import load_profile
+from model.simulation import options
+from model.simulation.node import StoreSettings
+from model.simulation.result import Point, Policy, Settings, simulate
+from model.simulation.workload import scripts, synthetic
+from replay.calibration import measure
+from replay.client import ChatClient
+from replay.layout import Planner
+from replay.record import Record
+from replay.report import make_report
+from replay.run import Replay
+from replay.scale import Scale
+from replay.schedule import Pace, SystemClock
+from replay.selection import load
+from replay.trace import Request, Session
+
+PROFILE = "cpu-tiny"
+PAGE_TOKENS = 64
+IDLE_CAP_S = 300.0
+GOAL_POINTS = 3.0
+# Made-up sessions of InferenceX's shape at a fortieth: mean prompt, output, turns, mean gap in s.
+CONTEXT_TOKENS, OUTPUT_TOKENS, TURNS, GAP_S = 3000, 12, 10, 0.6
+# The host tier of the profile holds everything that these sessions come to.
+HOST_TOKENS, HOST_STATES = 2_000_000, 20_000
+ONE_GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Tokens a second: prompts computed while one waited for its first token, and output of one request."""
+
+    prefill: float
+    decode: float
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> "Rates":
+        """The rates of a replay. Prefill goes before decoding: who waits for a first token waits for it."""
+        answers = sorted((record.answer for record in records if record.answer), key=lambda a: a.sent_s)
+        waited_s, until_s = 0.0, 0.0
+        for answer in answers:
+            waited_s += max(0.0, answer.first_token_s - max(until_s, answer.sent_s))
+            until_s = max(until_s, answer.first_token_s)
+        computed = sum(a.usage.prompt_tokens - (a.usage.cached_tokens or 0) for a in answers)
+        decoded = sum(a.usage.completion_tokens - 1 for a in answers)
+        decoding_s = sum(a.end_s - a.first_token_s for a in answers)
+        return cls(computed / waited_s, decoded / decoding_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One concurrency: shares of prompt tokens that were found."""
+
+    concurrency: int
+    requests: int
+    errors: int
+    measured: float
+    simulated: float
+    theoretical: float
+    measured_s: float
+    simulated_s: float
+    rates: Rates
+
+    @property
+    def points(self) -> float:
+        """Simulated less measured, in points."""
+        return 100 * (self.simulated - self.measured)
+
+
+def in_pages(session: Session, scale: Scale, time_scale: float) -> Session:
+    """The session with scaled token counts and times, its blocks those of the engine's pages."""
+    pages: dict[tuple[int, ...], int] = {}
+
+    def shrunk(request: Request) -> Request:
+        known = scale.position(len(request.blocks) * session.block_tokens)
+        ids: list[int] = []
+        for start in range(0, known // PAGE_TOKENS * PAGE_TOKENS, PAGE_TOKENS):
+            first = scale.block_at(start, session.block_tokens)
+            last = scale.block_at(start + PAGE_TOKENS - 1, session.block_tokens)
+            ids.append(pages.setdefault(request.blocks[first : last + 1], len(pages)))
+        return Request(
+            request.start_s * time_scale,
+            request.service_s * time_scale,
+            scale.length(request.input_tokens),
+            scale.length(request.output_tokens),
+            tuple(ids),
+        )
+
+    agents = tuple(
+        dataclasses.replace(
+            agent,
+            head_tokens=scale.position(agent.head_tokens),
+            requests=tuple(map(shrunk, agent.requests)),
+            start_s=agent.start_s * time_scale,
+            end_s=agent.end_s * time_scale,
+        )
+        for agent in session.agents
+    )
+    return dataclasses.replace(session, block_tokens=PAGE_TOKENS, agents=agents)
+
+
+async def replayed(
+    url: str, model: Path, sessions: Sequence[Session], concurrency: int, idle: float
+) -> list[Record]:
+    """Replay the sessions, each once and in order."""
+    async with ChatClient(url) as client:
+        await client.connect(None)
+        words, calibration = await measure(client, model, seed := concurrency)
+        run = Replay(
+            client=client,
+            planner=Planner(Scale(), calibration.overhead),
+            words=words,
+            pace=Pace(1.0, idle),
+            clock=SystemClock(),
+            concurrency=concurrency,
+            seed=seed,
+            on_record=lambda record: None,
+        )
+        await run.run(sessions)
+    return run.records
+
+
+def pools(kv_tokens: int, state_slots: int, running: int, store: bool) -> Budget:
+    """The budget of an engine whose pools are given; bytes are those of a small K3 and of no matter."""
+    values = {entry.flag: entry.value for entry in load_profile(PROFILE).argument}
+    chunk, track = values["--chunked-prefill-size"], values["--mamba-track-interval"]
+    assert isinstance(chunk, int) and isinstance(track, int)
+    return Budget(
+        hbm_bytes=ONE_GB,
+        static_bytes=ONE_GB,
+        weight_bytes=0,
+        short_bytes=0,
+        kv_bytes_per_token=1000,
+        state_bytes_per_rank=100_000,
+        state_bytes=100_000,
+        kv_tokens=kv_tokens,
+        state_slots=state_slots,
+        host_tokens=HOST_TOKENS if store else 0,
+        host_states=HOST_STATES if store else 0,
+        chunk_tokens=chunk,
+        track_tokens=track,
+        most_running=running,
+    )
+
+
+def simulated(
+    sessions: Sequence[Session], found: Budget, rates: Rates, policy: str, concurrency: int, idle: float
+) -> Point:
+    """Simulate the replay of the sessions."""
+    machine: Machine = dataclasses.replace(
+        MACHINES["b300-8"],
+        prefill_tokens_s=rates.prefill,
+        decode_tokens_s=rates.decode,
+        host_bytes_s=1e9,
+        store_bytes_s=1e9,
+    )
+    turns = sum(session.turns for session in sessions)
+    settings = Settings(turns, once=True, store=StoreSettings(least_tokens=PAGE_TOKENS))
+    made = scripts(sessions, idle, chunk_tokens=found.chunk_tokens, track_tokens=found.track_tokens)
+    return simulate(machine, found, made, Policy(policy), concurrency, settings)
+
+
+def compare(args: argparse.Namespace, sessions: Sequence[Session], folder: Path) -> dict[str, Any]:
+    """Boot, replay, simulate."""
+    model: Path = (args.model or tiny.build(tiny.default_path()).path).absolute()
+    store = "redis" in args.policy
+    found = pools(args.kv_tokens, args.state_slots, args.running, store)
+    idle = IDLE_CAP_S * args.time_scale
+    extra = ["--max-total-tokens", str(args.kv_tokens), "--max-mamba-cache-size", str(args.state_slots)]
+    extra += ["--max-running-requests", str(args.running)]
+    rows: list[Compared] = []
+    with ExitStack() as stack:
+        url = None
+        if store:
+            server = RedisProcess(folder)
+            server.start()
+            stack.callback(server.kill)
+            url = server.unix_url
+        note("the engine boots")
+        engine = stack.enter_context(running_engine(model, folder / "engine.log", store_url=url, extra=extra))
+        for concurrency in args.concurrency:
+            engine.flush()
+            records = uvloop.run(replayed(engine.url, model, sessions, concurrency, idle))
+            real, rates = make_report(records), Rates.of(records)
+            point = simulated(sessions, found, rates, args.policy, concurrency, idle)
+            total = real.total
+            assert total.actual_hit is not None, "the engine reports cached tokens"
+            row = Compared(
+                concurrency=concurrency,
+                requests=total.turns,
+                errors=total.errors,
+                measured=total.actual_hit,
+                simulated=point.hit,
+                theoretical=point.theoretical,
+                measured_s=real.wall_s,
+                simulated_s=point.duration_s,
+                rates=rates,
+            )
+            note(f"{concurrency} live: measured {row.measured:.3f}, simulated {row.simulated:.3f}")
+            rows.append(row)
+    return {
+        "policy": args.policy,
+        "sessions": len(sessions),
+        "kv_tokens": args.kv_tokens,
+        "state_slots": args.state_slots,
+        "points": [{**dataclasses.asdict(row), "difference_points": row.points} for row in rows],
+        "max_difference_points": max(abs(row.points) for row in rows),
+        "goal_points": GOAL_POINTS,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 0 when all differences are within the goal."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.simulator",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("traces", nargs="*", type=Path, metavar="TRACE", help="(default: made-up sessions)")
+    add("--concurrency", type=options.counts, default=[3, 5, 9], metavar="N,N", help="(default: 3,5,9)")
+    add("--policy", choices=("sglang", "redis"), default="sglang", help="(default: %(default)s)")
+    add("--kv-tokens", type=int, default=16_384, metavar="N", help="of the pool (default: %(default)s)")
+    add("--state-slots", type=int, default=64, metavar="N", help="of the pool (default: %(default)s)")
+    add("--running", type=int, default=8, metavar="N", help="most requests at once (default: %(default)s)")
+    add("--scale", type=Scale.parse, default=Scale.parse("1/32"), help="of traces (default: %(default)s)")
+    add("--time-scale", type=float, default=1 / 32, help="of traces' gaps (default: 1/32)")
+    add("--sessions", type=int, default=14, metavar="N", help="the first N (default: %(default)s)")
+    add("--turns", type=int, default=TURNS, metavar="N", help="of each agent (default: %(default)s)")
+    add("--model", type=Path, help="checkpoint (default: the tiny K3, built if missing)")
+    add("--json", action="store_true")
+    args = parser.parse_args(argv)
+    if args.traces:
+        loaded = load(args.traces, args.sessions, args.turns)
+        sessions = [in_pages(session, args.scale, args.time_scale) for session in loaded]
+    else:
+        args.time_scale = 1.0
+        sessions = synthetic(args.sessions, CONTEXT_TOKENS, args.turns, OUTPUT_TOKENS, GAP_S, 0)
+    with tempfile.TemporaryDirectory(prefix="lhsim") as folder:
+        result = compare(args, sessions, Path(folder))
+    if args.json:
+        sys.stdout.write(json.dumps(result) + "\n")
+    else:
+        _show(result)
+    return 0 if result["max_difference_points"] <= GOAL_POINTS else 1
+
+
+def _show(result: dict[str, Any]) -> None:
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("live", "requests", "measured", "simulated", "points", "theory", "s", "simulated s"):
+        table.add_column(name, justify="right")
+    for row in result["points"]:
+        table.add_row(
+            str(row["concurrency"]),
+            str(row["requests"]),
+            f"{row['measured']:.3f}",
+            f"{row['simulated']:.3f}",
+            f"{row['difference_points']:+.1f}",
+            f"{row['theoretical']:.3f}",
+            f"{row['measured_s']:.0f}",
+            f"{row['simulated_s']:.0f}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
