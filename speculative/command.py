@@ -44,16 +44,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train = actions.add_parser(
         "train",
         help="train a draft of the small K3",
-        description="Train a draft on generated sessions. A run goes on from the state it left.",
+        description="Train a draft on what its target writes. A run goes on from the state it left.",
     )
     train.add_argument("--output", type=Path, required=True, metavar="DIR", help="draft, log and state")
     train.add_argument(
         "--target", type=Path, metavar="DIR", help="a K3 of `longhaul model train` (default: the shipped one)"
     )
-    train.add_argument("--steps", type=int, default=2000, help="batches (default: %(default)s)")
-    train.add_argument("--tokens", type=int, default=65536, help="a batch (default: %(default)s)")
     train.add_argument(
-        "--longest", type=int, default=32768, help="tokens of a sequence (default: %(default)s)"
+        "--minutes", type=float, default=8.0, help="of the run, rollouts included (default: %(default)s)"
+    )
+    train.add_argument(
+        "--rollout-minutes", type=float, default=2.0, help="of rollouts (default: %(default)s)"
+    )
+    train.add_argument("--steps", type=int, help="train for so many batches instead")
+    train.add_argument("--tokens", type=int, default=65536, help="a batch (default: %(default)s)")
+    train.add_argument("--longest", type=int, default=32768, help="tokens of a text (default: %(default)s)")
+    train.add_argument(
+        "--rolled", type=int, default=1024, help="last tokens of a text, rolled out (default: %(default)s)"
+    )
+    train.add_argument(
+        "--round", type=int, default=2 << 20, help="tokens rolled out at once (default: %(default)s)"
     )
     train.add_argument(
         "--anchors", type=int, default=64, help="blocks for 1,024 tokens (default: %(default)s)"
@@ -62,8 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--temperature", type=float, default=1.0, help="at which it will serve (default: %(default)s)"
     )
+    train.add_argument("--weights", type=Path, metavar="DIR", help="begin with this draft's weights")
     train.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
-    train.add_argument("--workers", type=int, help="processes that draw data (default: cores but two)")
+    train.add_argument(
+        "--workers", type=int, help="processes that play users and tools (default: cores but two)"
+    )
     train.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
     train.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
@@ -79,30 +92,39 @@ def _train(args: argparse.Namespace) -> int:
     from model import small
     from model.training.command import Progress, note
     from speculative.draft import DraftError
-    from speculative.training import Plan, Run
+    from speculative.training import SHARES, Plan, Run
 
     device: str = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if min(args.steps, args.anchors) < 1 or min(args.rate, args.temperature) <= 0:
+    if min(args.anchors, args.rolled, args.round) < 1 or (args.steps is not None and args.steps < 1):
         print(
-            "longhaul draft train: --steps, --anchors, --rate and --temperature must be positive",
-            file=sys.stderr,
+            "longhaul draft train: --steps, --anchors, --rolled and --round must be positive", file=sys.stderr
         )
         return 2
-    if args.longest < 64 or args.longest % 64 or args.tokens % args.longest:
+    if min(args.rate, args.temperature, args.minutes) <= 0:
+        print("longhaul draft train: --rate, --temperature and --minutes must be positive", file=sys.stderr)
+        return 2
+    shares = {length: share for length, share in SHARES.items() if length <= args.longest}
+    if not shares or args.tokens % max(shares):
         print(
-            f"longhaul draft train: --longest {args.longest}: give a multiple of 64 that divides --tokens",
+            f"longhaul draft train: --longest {args.longest}: give one of {', '.join(map(str, SHARES))}, "
+            "and --tokens a multiple of it",
             file=sys.stderr,
         )
         return 2
     plan = Plan(
         target=args.target or small.SHIPPED,
         output=args.output,
+        minutes=args.minutes,
+        rollout_minutes=args.rollout_minutes,
         steps=args.steps,
         tokens=args.tokens,
-        longest=args.longest,
+        shares=shares,
+        rolled=args.rolled,
+        round_tokens=args.round,
         anchors=args.anchors,
         rate=args.rate,
         temperature=args.temperature,
+        weights=args.weights,
         seed=args.seed,
         workers=args.workers or max(1, (os.cpu_count() or 4) - 2),
         device=device,

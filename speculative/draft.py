@@ -45,6 +45,8 @@ class DraftConfig:
     intermediate_size: int = 256
     markov_rank: int = 256
     rope_theta: float = 10000.0
+    dtype: str = "float32"
+    """In which the weights are stored."""
 
     def __post_init__(self) -> None:
         assert self.block_size > 0 and self.heads % self.kv_heads == 0
@@ -107,7 +109,7 @@ class DraftConfig:
             "max_position_embeddings": self.max_positions,
             "tie_word_embeddings": False,
             "attention_bias": False,
-            "dtype": "float32",
+            "dtype": self.dtype,
             "num_target_layers": self.target_depth,
             "sample_from_anchor": True,
             "enable_confidence_head": True,
@@ -192,5 +194,9 @@ def build(
 def save(path: Path, config: DraftConfig, weights: Mapping[str, Tensor]) -> None:
     """Write a draft to the directory `path`, replacing one that stands there. Raises OSError."""
     path.mkdir(parents=True, exist_ok=True)
-    save_file(dict(weights), path / "model.safetensors", metadata={"format": "pt"})
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    partial = path / "model.partial"
+    stored = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
+    save_file(stored, partial, metadata={"format": "pt"})
+    partial.replace(path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config.to_json(), indent=1) + "\n", encoding="utf-8")

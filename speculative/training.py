@@ -1,37 +1,52 @@
-"""Training of a DSpark draft for a K3 whose training data are at hand, resumable.
+"""Training of a DSpark draft on what its target writes, resumable.
 
-The small K3 has learnt the sessions of `model.tasks` to the last token but for what nothing determines, so
-that their text is what it writes itself at temperature 1. Blocks begin where the assistant writes.
+First the target rolls out agent sessions at the serving temperature (`speculative.rollouts`), of all lengths
+up to the longest that it serves; then blocks are trained at anchors among the tokens that it wrote. Every
+length keeps its share of the batches from the first step to the last, so that proposals far into a session
+are no rarer in training than near ones.
 """
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
 
 from model.tasks.lexicon import Split
 from model.tokenizer import K3Tokenizer
-from model.training import documents, schedule
-from model.training.documents import WRITTEN
-from model.training.feed import Feed
+from model.training import schedule
 from model.training.geometry import Geometry
-from model.training.measure import to_device
 from model.training.network import Network
 from model.training.weights import from_checkpoint, read
 from speculative import draft
 from speculative.acceptance import Tally, measure
+from speculative.decoding import narrow
 from speculative.draft import DraftConfig
 from speculative.network import DraftNetwork
 from speculative.objective import draw_anchors, objective, run_blocks
+from speculative.rollouts import Pool, Rollouts, roller, rounds
 
-_AHEAD: Final = 24
 _CLIP: Final = 1.0
-_HELD_OUT: Final = ((1024, 16), (8192, 2), (24576, 1))
+_MOST_ANCHORS: Final = 512
+"""Blocks a text at most: bounds the attention mask at 32,768 tokens."""
+_LOG_STEPS: Final = 20
+
+SHARES: Final[Mapping[int, float]] = {
+    1024: 0.2,
+    2048: 0.25,
+    4096: 0.2,
+    8192: 0.15,
+    16384: 0.1,
+    32768: 0.1,
+}
+"""Share of the batches by tokens of their texts."""
+
+HELD_OUT: Final = ((1024, 32), (8192, 16), (24576, 12))
 """Tokens and number of the texts that the accept length is measured on."""
 
 SIZES: Final[dict[str, Any]] = {
@@ -42,131 +57,210 @@ SIZES: Final[dict[str, Any]] = {
     "intermediate_size": 1024,
     # Slow rotations: far positions look alike, so that an answer's draft does not depend on where it stands.
     "rope_theta": 1e6,
+    "dtype": "bfloat16",
 }
 """Of the draft of the small K3, as fields of `DraftConfig`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run does: `steps` batches of `tokens`, `anchors` blocks for every 1,024 of them."""
+    """What a run does.
+
+    It takes `minutes`, the first `rollout_minutes` of them for rollouts (at least a round of every length),
+    or trains for `steps` batches when that is given. A batch has `tokens`, in texts whose last `rolled`
+    tokens were rolled out, and `anchors` blocks for every 1,024 of them.
+    """
 
     target: Path
     output: Path
-    steps: int = 2000
+    minutes: float = 8.0
+    rollout_minutes: float = 2.0
+    steps: int | None = None
     tokens: int = 65536
-    longest: int = 32768
+    shares: Mapping[int, float] = field(default_factory=lambda: dict(SHARES))
+    rolled: int = 1024
+    round_tokens: int = 2 << 20
+    round_texts: int = 1024
     anchors: int = 64
     rate: float = 1e-3
     temperature: float = 1.0
+    weights: Path | None = None
+    """A draft to begin with."""
     seed: int = 0
     workers: int = 4
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
-    sizes: dict[str, Any] = field(default_factory=lambda: dict(SIZES))
-    held_out: tuple[tuple[int, int], ...] = _HELD_OUT
-    save_seconds: float = 60.0
+    sizes: Mapping[str, Any] = field(default_factory=lambda: dict(SIZES))
+    held_out: tuple[tuple[int, int], ...] = HELD_OUT
+    save_seconds: float = 45.0
 
     def __post_init__(self) -> None:
-        assert self.steps > 0 and self.anchors > 0 and self.temperature > 0
-        assert self.tokens >= self.longest and self.longest % 64 == 0, "a batch holds whole sequences"
+        assert self.minutes > 0 and self.anchors > 0 and self.temperature > 0
+        assert all(length % 64 == 0 and self.tokens % length == 0 for length in self.shares)
 
 
 class Run:
-    """The state of a run. One whose output holds a `state.pt` goes on from there."""
+    """The state of a run. One whose output holds a `state.pt` or `rollouts.npz` goes on from there."""
 
     def __init__(self, plan: Plan, note: Callable[[str], None]) -> None:
         self.plan = plan
         self.note = note
+        self._began = time.monotonic()
         self.device = torch.device(plan.device)
         self.config = DraftConfig.of(plan.target, **plan.sizes)
         geometry = Geometry.of(json.loads((plan.target / "config.json").read_text(encoding="utf-8")))
         self.target = Network(geometry, plan.dtype)
         from_checkpoint(self.target, read(plan.target))
         self.target.requires_grad_(False).to(self.device)
+        narrow(self.target)
         self.tokenizer_json = (plan.target / "tokenizer.json").read_text(encoding="utf-8")
         self.network = DraftNetwork(self.config)
-        initial = draft.random_weights(self.config, plan.seed)
-        initial["markov_head.markov_w2.weight"].mul_(0.1)  # begins as a small correction
+        if plan.weights is not None:
+            initial = load_file(plan.weights / "model.safetensors")
+        else:
+            initial = draft.random_weights(self.config, plan.seed)
+            initial["markov_head.markov_w2.weight"].mul_(0.1)  # begins as a small correction
         self.network.load_state_dict(initial)
         self.network.to(self.device)
         self.optimizer = torch.optim.AdamW(
             self.network.parameters(), plan.rate, betas=(0.9, 0.95), weight_decay=0.0
         )
         self.step = 0
-        self.seconds = 0.0
+        self.rolled_seconds = 0.0
+        self._before = 0.0
+        self._most_anchors = dict.fromkeys(plan.shares, _MOST_ANCHORS)
+        plan.output.mkdir(parents=True, exist_ok=True)
         self._state = plan.output / "state.pt"
+        self._pool = plan.output / "rollouts.npz"
+        self._log = plan.output / "log.jsonl"
         if self._state.is_file():
             self._resume()
-        plan.output.mkdir(parents=True, exist_ok=True)
-        self._log = plan.output / "log.jsonl"
+
+    @property
+    def seconds(self) -> float:
+        """Spent so far, earlier calls included."""
+        return self._before + time.monotonic() - self._began
+
+    @property
+    def progress(self) -> float:
+        """Share of the training done."""
+        if self.plan.steps is not None:
+            return min(1.0, self.step / self.plan.steps)
+        whole = max(1.0, self.plan.minutes * 60 - self.rolled_seconds)
+        return min(1.0, (self.seconds - self.rolled_seconds) / whole)
 
     def train(self, report: Callable[[float, str], None]) -> dict[str, Any]:
-        """Train to the end, write the draft, measure it; `report` gets the share done and a line."""
-        plan = self.plan
-        feed = Feed(self.tokenizer_json, plan.seed, plan.tokens, plan.workers)
-        began, before = time.monotonic(), self.seconds
-        saved = began
-        try:
-            for index in range(self.step, min(plan.steps, self.step + _AHEAD)):
-                feed.request(index, self._length(index))
-            while self.step < plan.steps:
-                batch = feed.take(self.step)
-                if self.step + _AHEAD < plan.steps:
-                    feed.request(self.step + _AHEAD, self._length(self.step + _AHEAD))
-                ids, _, _ = to_device(batch, self.device)
-                kinds = torch.from_numpy(batch.kinds[:, :-1].astype("int64"))
-                written = torch.isin(kinds, torch.tensor([int(kind) for kind in WRITTEN]))
-                figures = self._train_step(ids, written)
-                self.step += 1
-                self.seconds = before + time.monotonic() - began
-                if self.step % 20 == 0 or self.step == plan.steps:
-                    self._write(
-                        step=self.step, seconds=round(self.seconds, 1), length=ids.shape[1], **figures
-                    )
-                    report(
-                        self.step / plan.steps,
-                        f"step {self.step} loss {figures['loss']:.3f} "
-                        f"length {figures['teacher_forced_length']:.2f}",
-                    )
-                if time.monotonic() - saved > plan.save_seconds:
-                    self.save()
-                    saved = time.monotonic()
-        finally:
-            feed.close()
-        self.save()
-        draft.save(plan.output, self.config, self.network.tensors())
-        result = {"step": self.step, "seconds": round(self.seconds, 1), "held_out": self.measure()}
+        """Roll out, train, write the draft, measure it; `report` gets the share done and a line."""
+        with roller(self.target, self.tokenizer_json, self.plan.workers, self.note) as source:
+            pool = self._rollouts(source.roll)
+            self._learn(pool, report)
+            self.save()
+            held_out: dict[str, Any] = {}
+            for length, count in self.plan.held_out:
+                rolled = min(self.plan.rolled, 512)
+                texts = source.roll(
+                    f"{self.plan.seed}", count, length, rolled, split=Split.HELD_OUT, temperature=0.0
+                )
+                held_out[str(length)] = self.measure(texts)
+        result = {
+            "step": self.step,
+            "seconds": round(self.seconds, 1),
+            "rolled_out_tokens": pool.written,
+            "held_out": held_out,
+        }
         self._write(**result)
         return result
 
-    def measure(self) -> dict[str, Any]:
-        """Accept lengths on held-out sessions, by tokens of context."""
-        encoder = documents.Encoder(K3Tokenizer.from_json(self.tokenizer_json))
-        found: dict[str, Any] = {}
-        for length, count in self.plan.held_out:
-            ids, kinds = documents.batch(self.plan.seed, 0, length, length * count, encoder, Split.HELD_OUT)
-            tally = Tally()
-            for row in range(count):
-                measure(self.network, self.target, ids[row, :-1], kinds[row, :-1], tally)
-            found[str(length)] = tally.to_json()
-            self.note(f"held out, {length} tokens: accept length {tally.length:.2f}")
-        return found
+    def measure(self, texts: Rollouts) -> dict[str, Any]:
+        """Accept lengths on rollouts."""
+        tokenizer = K3Tokenizer.from_json(self.tokenizer_json)
+        tally = Tally()
+        for row in range(len(texts.ids)):
+            measure(self.network, self.target, texts.ids[row], texts.kinds(tokenizer, row), tally)
+        self.note(f"held out, {texts.ids.shape[1]} tokens: accept length {tally.length:.3f}")
+        return tally.to_json()
 
     def save(self) -> None:
-        """Write all that the run needs to go on."""
+        """Write the draft, and all that the run needs to go on."""
+        draft.save(self.plan.output, self.config, self.network.tensors())
         state = {
             "network": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
+            "rolled_seconds": self.rolled_seconds,
         }
         partial = self._state.with_suffix(".partial")
         torch.save(state, partial)
         partial.replace(self._state)
 
-    def _train_step(self, ids: Tensor, written: Tensor) -> dict[str, float]:
+    def _rollouts(self, roll: Callable[..., Rollouts]) -> Pool:
         plan = self.plan
-        count = max(1, plan.anchors * ids.shape[1] // 1024)
+        if self._pool.is_file():
+            pool = Pool.load(self._pool)
+            self.note(f"takes {pool.written} rolled out tokens of {self._pool}")
+            return pool
+        pool = Pool()
+        # A long text after a short one: whenever the time is over, the lengths are balanced.
+        ascending = sorted(plan.shares)
+        order = [length for pair in zip(ascending, reversed(ascending), strict=True) for length in pair]
+        order = list(dict.fromkeys(order))
+        for number, (length, count) in enumerate(rounds(order, plan.round_tokens, plan.round_texts)):
+            if number >= len(order) and self.seconds > plan.rollout_minutes * 60:
+                break
+            rolled = min(length, plan.rolled)
+            pool.add(
+                roll(
+                    f"{plan.seed}/{number}", count, length, rolled, split=Split.TRAIN,
+                    temperature=plan.temperature,
+                )
+            )  # fmt: skip
+            pool.save(self._pool)
+        self.rolled_seconds = self.seconds
+        self._write(rolled_out_tokens=pool.written, seconds=round(self.seconds, 1))
+        return pool
+
+    def _learn(self, pool: Pool, report: Callable[[float, str], None]) -> None:
+        saved = time.monotonic()
+        lengths = sorted(pool.by_length.keys() & self.plan.shares.keys())
+        weights = np.array([self.plan.shares[length] for length in lengths])
+        while (progress := self.progress) < 1:
+            generator = np.random.default_rng((self.plan.seed, self.step))
+            length = int(generator.choice(lengths, p=weights / weights.sum()))
+            texts = pool.draw(generator, length, self.plan.tokens // length)
+            try:
+                figures = self._train_step(texts, progress)
+            except torch.OutOfMemoryError:
+                if self._most_anchors[length] <= 8:
+                    raise
+                self._most_anchors[length] //= 2
+                self.optimizer.zero_grad(set_to_none=True)
+                torch.cuda.empty_cache()
+                self.note(f"out of memory: {self._most_anchors[length]} blocks a text of {length} tokens")
+                continue
+            self.step += 1
+            if self.step % _LOG_STEPS == 0 or self.step == 1:
+                self._write(
+                    step=self.step, seconds=round(self.seconds, 1), progress=round(progress, 4),
+                    length=length, **figures,
+                )  # fmt: skip
+                report(
+                    progress,
+                    f"step {self.step} loss {figures['loss']:.3f} "
+                    f"length {figures['teacher_forced_length']:.2f} of {length} tokens",
+                )
+            if time.monotonic() - saved > self.plan.save_seconds:
+                self.save()
+                saved = time.monotonic()
+
+    def _train_step(self, texts: Rollouts, progress: float) -> dict[str, float]:
+        plan = self.plan
+        ids = torch.from_numpy(texts.ids.astype(np.int64)).to(self.device)
+        written = torch.from_numpy(texts.written)
+        wanted = plan.anchors * ids.shape[1] // 1024
+        most = min(int(written.sum(1).max()), self._most_anchors[ids.shape[1]], wanted)
+        # Keys are counted in eights by the fused attention kernels.
+        count = min(max(8, most // 8 * 8), ids.shape[1])
         generator = torch.Generator().manual_seed(hash((plan.seed, self.step)))
         anchors = draw_anchors(written, count, generator).to(self.device)
         written = written.to(self.device)
@@ -181,21 +275,19 @@ class Run:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), _CLIP)
         for group in self.optimizer.param_groups:
-            group["lr"] = plan.rate * schedule.scale(self.step / plan.steps)
+            group["lr"] = plan.rate * schedule.scale(progress)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if figures["loss"] != figures["loss"]:
             raise FloatingPointError(f"the loss is no number at step {self.step}; lower --rate")
         return {name: round(value, 4) for name, value in figures.items()}
 
-    def _length(self, index: int) -> int:
-        return schedule.length(self.plan.seed, index, index / self.plan.steps, self.plan.longest)
-
     def _resume(self) -> None:
         state = torch.load(self._state, map_location=self.device, weights_only=True)
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.seconds = state["step"], state["seconds"]
+        self.step, self._before = state["step"], state["seconds"]
+        self.rolled_seconds = state["rolled_seconds"]
         self.note(f"goes on from step {self.step} of {self._state}")
 
     def _write(self, **values: Any) -> None:

@@ -45,8 +45,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan(target: Path, output: Path, steps: int) -> Plan:
     return Plan(
-        target, output, steps=steps, tokens=1024, longest=512, anchors=32, rate=4e-3, workers=1, device="cpu",
-        dtype=torch.float32, sizes=DRAFT_SIZES, held_out=((1024, 1),),
+        target, output, steps=steps, tokens=1024, shares={256: 0.5, 512: 0.5}, rolled=256, round_tokens=4096,
+        rollout_minutes=0.01, anchors=128, rate=4e-3, workers=1, device="cpu", dtype=torch.float32,
+        sizes=DRAFT_SIZES, held_out=((1024, 2),),
     )  # fmt: skip
 
 
@@ -66,8 +67,9 @@ def log(path: Path) -> list[dict[str, Any]]:
 
 
 def test_it_learns_and_says_how_long_its_proposals_are(trained: Path) -> None:
-    first, last, result = log(trained)
-    assert last["step"] == 25 and last["loss"] < first["loss"] - 0.05
+    rolled, first, last, result = log(trained)
+    assert rolled["rolled_out_tokens"] > 0
+    assert last["step"] == 20 and last["loss"] < first["loss"] - 0.05
     assert result["held_out"]["1024"]["accept_length"] >= 1 and result["held_out"]["1024"]["rounds"] > 0
 
 
@@ -82,10 +84,12 @@ def test_it_is_written_in_the_format_that_sglang_loads(trained: Path, target: Pa
 
 
 def test_a_run_goes_on(trained: Path, target: Path, tmp_path: Path) -> None:
+    """From its state and the rollouts that it had."""
     shutil.copytree(trained, tmp_path / "run")
     run = Run(plan(target, tmp_path / "run", 26), quiet)
     assert run.step == 25
     assert run.train(quiet)["step"] == 26
+    assert sum("step" not in line for line in log(tmp_path / "run")) == 1, "rolled out once"
 
 
 @pytest.fixture
@@ -185,6 +189,8 @@ def test_the_command_trains(target: Path, tmp_path: Path, capsys: pytest.Capture
     options = ["draft", "train", "--output", str(tmp_path / "draft"), "--target", str(target), "--json"]
     assert main([*options, "--longest", "100"]) == 2
     assert "--longest 100" in capsys.readouterr().err
+    assert main([*options, "--minutes", "0"]) == 2
+    assert "--minutes" in capsys.readouterr().err
     assert main([*options, "--steps", "0"]) == 2
     assert "--steps" in capsys.readouterr().err
     assert (
