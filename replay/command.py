@@ -28,7 +28,7 @@ from replay.client import ChatClient
 from replay.errors import EndpointError, ReplayError
 from replay.html import page
 from replay.layout import Planner
-from replay.metrics import cached_tokens_by_tier
+from replay.metrics import Counters
 from replay.progress import ReplayProgress
 from replay.record import Record
 from replay.render import document, request_rows, tables
@@ -211,16 +211,16 @@ async def _replay(args: argparse.Namespace, sessions: list[Session], api_key: st
                 bust_tokens=bust_tokens,
                 live=args.live,
             )
-            tiers_before = await _tiers(client)
+            before = await _counters(client)
             interrupted, stopped = await _until_interrupted(replay, sessions)
         report = make_report(replay.records)
+        counted = (await _counters(client)).since(before)
+        report = dataclasses.replace(report, accept_length=counted.accept_length)
         tiers_source = "usage" if report.total.tiers is not None else None
-        if tiers_source is None and tiers_before:
-            tiers_after = await _tiers(client)
-            tiers = {tier: count - tiers_before[tier] for tier, count in tiers_after.items()}
-            if tiers:
-                report = dataclasses.replace(report, total=dataclasses.replace(report.total, tiers=tiers))
-                tiers_source = "metrics"
+        if tiers_source is None and counted.cached_tokens:
+            total = dataclasses.replace(report.total, tiers=counted.cached_tokens)
+            report = dataclasses.replace(report, total=total)
+            tiers_source = "metrics"
     measured_s = max(0.0, (replay.end_s or 0.0) - replay.begin_s) if replay.begin_s is not None else 0.0
     invalid = invalid_because(
         rules,
@@ -302,12 +302,12 @@ def _warn(client: ChatClient, calibration: Calibration) -> None:
         )
 
 
-async def _tiers(client: ChatClient) -> dict[str, int]:
+async def _counters(client: ChatClient) -> Counters:
     page = await client.metrics()
     try:
-        return cached_tokens_by_tier(page) if page else {}
+        return Counters.of(page or "")
     except ValueError:
-        return {}
+        return Counters()
 
 
 def _scale(text: str, sessions: Sequence[Session], context_tokens: int | None) -> Scale:

@@ -133,6 +133,7 @@ def figures(run: Run) -> dict[str, float | None]:
         "hit rate": total["actual_hit"],
         "hit rate in theory": total["theoretical_hit"],
         "hit rate / theory": total["hit_ratio"],
+        "accept length": run.get("accept_length"),
     }
     for title, unit, value in _METRICS:
         spread = distribution(_values(run, value))

@@ -107,6 +107,8 @@ def _caption(report: Report) -> Text:
     if report.scheduling_error:
         late = report.scheduling_error
         lines.append(f"requests left late by {late.p50 * 1000:.1f} ms (p50), {late.p99 * 1000:.1f} ms (p99)")
+    if report.accept_length is not None:
+        lines.append(f"accept length {report.accept_length:.2f}")
     lines += [f"{count} requests failed: {reason}" for reason, count in report.failures.items()]
     return Text("\n".join(lines))
 
@@ -120,6 +122,7 @@ def document(report: Report, run: Mapping[str, Any]) -> dict[str, Any]:
         "wall_s": report.wall_s,
         "scheduling_error_s": _distribution(report.scheduling_error),
         "error_rate": report.error_rate,
+        "accept_length": report.accept_length,
         "failures": report.failures,
     }
 

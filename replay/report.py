@@ -126,13 +126,17 @@ def _token_gaps(answers: Iterable[Answer]) -> Iterable[float]:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All figures of a run; `wall_s` from the first to the last request."""
+    """All figures of a run; `wall_s` from the first to the last request.
+
+    `accept_length` is output tokens for each verification of a draft, None where the endpoint does not say.
+    """
 
     sessions: tuple[Summary, ...]
     total: Summary
     wall_s: float
     scheduling_error: Distribution | None
     failures: dict[str, int]
+    accept_length: float | None = None
 
     @property
     def error_rate(self) -> float:

@@ -62,6 +62,7 @@ class StubEndpoint:
     cached: list[int] = field(default_factory=list)
     ports: set[int] = field(default_factory=set)
     metrics_page: str = ""
+    metrics_pages: list[str] = field(default_factory=list[str])
     url: str = ""
 
     def __post_init__(self):
@@ -137,7 +138,8 @@ class StubEndpoint:
         return JSONResponse({"data": [{"id": "stub", "max_model_len": self.context}]})
 
     async def _metrics(self, request: Request) -> Response:
-        return PlainTextResponse(self.metrics_page)
+        page = self.metrics_pages.pop(0) if self.metrics_pages else self.metrics_page
+        return PlainTextResponse(page)
 
     def __enter__(self):
         app = Starlette(

@@ -166,6 +166,24 @@ def test_tiers_come_from_metrics_when_answers_have_none(replay, tokenizer, trace
     assert document["total"]["tiers"] == {"device": 0, "host": 0, "storage": 0}
 
 
+def test_the_accept_length_comes_from_metrics(replay, tokenizer, traces, tmp_path):
+    with StubEndpoint(tokenizer) as stub:
+        stub.metrics_pages = [
+            f"# TYPE sglang:generation_tokens counter\nsglang:generation_tokens_total {tokens}\n"
+            f"# TYPE sglang:spec_verify_calls counter\nsglang:spec_verify_calls_total {calls}\n"
+            for tokens, calls in ((1000, 900), (1600, 1100))
+        ]
+        page = tmp_path / "run.html"
+        process = replay(
+            *(traces / "trace_0638.json", "--url", stub.url, "--scale", "1/32", "--time-scale", 0),
+            *("--html", page, "--output", tmp_path / "run.json"),
+        )
+    assert process.returncode == 0, process.stderr
+    assert "accept length 3.00" in process.stdout
+    assert json.loads((tmp_path / "run.json").read_text())["accept_length"] == 3.0
+    assert "<tr><td>accept length</td><td>3</td></tr>" in page.read_text()
+
+
 def test_an_endpoint_that_says_nothing_of_its_cache(replay, tokenizer, traces):
     with StubEndpoint(tokenizer, reports_tiers=False, reports_cache=False) as stub:
         process = replay(traces / "trace_0638.json", "--url", stub.url, "--scale", "1/32", "--time-scale", 0)

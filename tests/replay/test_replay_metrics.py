@@ -1,6 +1,6 @@
 import pytest
 
-from replay.metrics import cached_tokens_by_tier
+from replay.metrics import Counters
 
 PAGE = """
 # HELP sglang:cached_tokens Number of cached prompt tokens.
@@ -12,16 +12,35 @@ sglang:cached_tokens_total{cache_source="total",model_name="m"} 123.0
 # TYPE sglang:num_running_reqs gauge
 sglang:num_running_reqs{model_name="m"} 2.0
 """
+DRAFTS = """
+# TYPE sglang:generation_tokens counter
+sglang:generation_tokens_total{is_streaming="true"} 90.0
+sglang:generation_tokens_total{is_streaming="false"} 10.0
+# TYPE sglang:spec_verify_calls counter
+sglang:spec_verify_calls_total{model_name="m"} 40.0
+"""
 
 
 def test_sums_the_tiers():
-    assert cached_tokens_by_tier(PAGE) == {"device": 103, "host": 20, "storage": 0}
+    assert Counters.of(PAGE) == Counters({"device": 103, "host": 20, "storage": 0})
 
 
 def test_other_servers_have_none():
-    assert cached_tokens_by_tier("# TYPE x gauge\nx 1\n") == {}
+    assert Counters.of("# TYPE x gauge\nx 1\n") == Counters()
 
 
 def test_what_is_no_metrics_page():
     with pytest.raises(ValueError):
-        cached_tokens_by_tier("<html>not found</html>")
+        Counters.of("<html>not found</html>")
+
+
+def test_what_a_run_added_is_the_difference():
+    before, after = Counters({"device": 3, "host": 0, "storage": 0}, 60, 20), Counters.of(PAGE + DRAFTS)
+    assert after.since(before) == Counters({"device": 100, "host": 20, "storage": 0}, 40, 20)
+    assert after.since(before).accept_length == 2.0
+    # Tiers that appear only later would count what was there before.
+    assert after.since(Counters()).cached_tokens == {}
+
+
+def test_without_speculation_there_is_no_accept_length():
+    assert Counters.of(PAGE).accept_length is None
