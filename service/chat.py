@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.access import Record, record_of
+from service.admission import priority_of
 from service.chat_answer import ChatAnswer, error_body
 from service.chat_request import ChatRequest, read_chat_request, read_retention
 from service.errors import ServiceError
@@ -35,6 +36,7 @@ async def chat_completions(request: Request) -> Response:
         sampling=chat.sampling,
         single_call=chat.single_call,
         ttl=read_retention(fields),
+        priority=priority_of(fields.values.get("service_tier")),
     )
     turn = await start_turn(request, turn_request)
     answer = ChatAnswer(

@@ -18,6 +18,7 @@ import aiohttp
 import orjson
 from yarl import URL
 
+from service.admission_places import Room
 from service.errors import EngineFailed, EngineUnavailable, ServiceError
 from service.generation import Chunk, Generation, read_chunk, refusal
 
@@ -43,6 +44,7 @@ class EngineInfo:
     context_tokens: the model's context length, as clients are told.
     max_prompt_tokens: the longest prompt that is taken.
     max_request_tokens: prompt and output together; smaller than the context where the KV pool is.
+    room: what its device holds; None where it doesn't say.
     """
 
     model: str
@@ -50,6 +52,7 @@ class EngineInfo:
     max_prompt_tokens: int
     max_request_tokens: int
     version: str
+    room: Room | None = None
 
     def __post_init__(self) -> None:
         assert 0 < self.max_prompt_tokens < self.max_request_tokens <= self.context_tokens
@@ -125,6 +128,7 @@ class Engine:
                     max_prompt_tokens=int(answer["max_req_input_len"]) - 1,
                     max_request_tokens=request_tokens,
                     version=str(answer["version"]),
+                    room=_read_room(answer),
                 )
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 log.error("the engine's /server_info is not SGLang's: %r", error)
@@ -257,6 +261,19 @@ class Engine:
         self._info = None  # another one, with other limits, may answer next
         self.available = False
         return EngineUnavailable()
+
+
+def _read_room(answer: Mapping[str, Any]) -> Room | None:
+    """The sizes of all data-parallel ranks together, from `/server_info`."""
+    tokens = answer.get("max_total_num_tokens")
+    ranks: list[Mapping[str, Any]] = answer.get("internal_states") or []
+    if not isinstance(tokens, int) or tokens < 1 or not ranks:
+        return None
+    slots, running = (
+        sum(rank.get(name) or 0 for rank in ranks) or None
+        for name in ("max_mamba_cache_size", "effective_max_running_requests_per_dp")
+    )
+    return Room(tokens * len(ranks), slots, running)
 
 
 def _check_ids(generation: Generation, vocabulary: int) -> None:

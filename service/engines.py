@@ -9,9 +9,11 @@ alone, and they return when it does. Whoever gets a session finds its prefix in 
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Final
 
+from service.admission import Admission, AdmissionSettings, Demand, Stay
+from service.admission_metrics import AdmissionMetrics
 from service.engine import Engine, EngineInfo
 from service.engine_pages import merge_pages
 from service.errors import EngineOverloaded, EngineUnavailable
@@ -24,8 +26,10 @@ _WEIGHT_BYTES: Final = 8
 class Engines:
     """One engine or more that serve the same checkpoint and share a store."""
 
-    def __init__(self, engines: Sequence[Engine], metrics: Metrics) -> None:
-        """Raises ValueError when one is named twice."""
+    def __init__(
+        self, engines: Sequence[Engine], metrics: Metrics, admission: AdmissionSettings | None = None
+    ) -> None:
+        """`admission` None lets every turn in at once. Raises ValueError when an engine is named twice."""
         names = [engine.name for engine in engines]
         assert names, "a gateway has an engine"
         if len(set(names)) < len(names):
@@ -33,6 +37,10 @@ class Engines:
         self.engines = tuple(engines)
         self._metrics = metrics
         self._placed: dict[str, Engine] = {}
+        self._admissions: dict[str, Admission] = {}
+        if admission is not None:
+            series = AdmissionMetrics(metrics.registry)
+            self._admissions = {name: Admission(name, admission, series) for name in names}
 
     async def close(self) -> None:
         """Give the connections back."""
@@ -68,8 +76,12 @@ class Engines:
         names = [engine.name for engine in self.engines]
         return await asyncio.to_thread(merge_pages, dict(zip(names, pages, strict=True)))
 
-    async def generate(self, generation: Generation, key: str) -> AsyncGenerator[Chunk]:
+    async def generate(
+        self, generation: Generation, key: str, demand: Demand | None = None
+    ) -> AsyncGenerator[Chunk]:
         """Stream one completion from the engine that serves the session `key`, as `Engine.generate` does.
+
+        Where admission is on, `demand` has to be let in first. Raises NoPlace when that takes too long.
 
         An engine that can't be reached or is full has begun nothing, and the next one is asked. One that
         breaks off has: it may have died of this very request, which is then not given to the others.
@@ -81,11 +93,14 @@ class Engines:
                 self._placed[generation.rid] = engine
                 begun = False
                 try:
-                    async with aclosing(engine.generate(generation)) as chunks:
+                    async with AsyncExitStack() as held:
+                        stay = await self._admit(engine, demand, held)
+                        chunks = await held.enter_async_context(aclosing(engine.generate(generation)))
                         async for chunk in chunks:
                             if not begun:
                                 begun = True
                                 self._count(engine, home)
+                            stay.saw(chunk)
                             yield chunk
                     return
                 except (EngineUnavailable, EngineOverloaded) as error:
@@ -101,8 +116,18 @@ class Engines:
     async def abort(self, rid: str) -> None:
         """Have its engine end the work on a request; without effect when it has ended. Never raises."""
         engine = self._placed.get(rid)
-        if engine is not None:
+        if engine is None:
+            return
+        admission = self._admissions.get(engine.name)
+        if admission is None or not admission.withdraw(rid):
             await engine.abort(rid)
+
+    async def _admit(self, engine: Engine, demand: Demand | None, held: AsyncExitStack) -> Stay:
+        admission = self._admissions.get(engine.name)
+        if admission is None or demand is None:
+            return Stay(None)
+        info = await engine.info()
+        return await held.enter_async_context(admission.turn(demand, info.room))
 
     def _count(self, engine: Engine, home: Engine) -> None:
         self._metrics.engine_turns.labels(engine.name).inc()

@@ -13,6 +13,7 @@
     ├── LedgerDown                503  what the request refers to is in the ledger, which does not answer
     └── EngineError
         ├── EngineOverloaded      503  the engine's queue is full
+        │   └── NoPlace           503  no place for the session became free in time
         ├── EngineUnavailable     503  no connection, or the engine is starting or stopping
         └── EngineFailed          502  the engine broke off, or answered something that makes no sense
 
@@ -193,6 +194,14 @@ class EngineOverloaded(EngineError):
 
     def __init__(self) -> None:
         super().__init__("The engine is overloaded. Retry after the time in the Retry-After header.")
+
+
+class NoPlace(EngineOverloaded):
+    """More sessions are live than the engine holds, and none gave its place up in time."""
+
+    def __init__(self, retry_after_s: int) -> None:
+        super().__init__()
+        self.retry_after_s = retry_after_s
 
 
 class EngineUnavailable(EngineError):

@@ -25,6 +25,7 @@ from cache_store.roots import RootRegistry
 from model.state import state_directory
 from model.tokenizer import K3Tokenizer, TokenizerError
 from service.access import JsonFormatter
+from service.admission import HOLD_S, HOLD_WITH_STORE_S, SHARE, WAIT_S, AdmissionSettings
 from service.app import build_app
 from service.engine import Engine
 from service.engine_watch import EngineWatch
@@ -118,6 +119,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         help="memory for turns that were read before (%(default)s)",
     )
+    parser.add_argument(
+        "--admission",
+        choices=("off", "on"),
+        default="off",
+        help="on: let sessions wait for a place on the engine's device when more are live than it holds "
+        "(%(default)s)",
+    )
+    parser.add_argument(
+        "--admission-wait-s",
+        type=float,
+        default=WAIT_S,
+        metavar="S",
+        help="longest wait for a place (%(default)s)",
+    )
+    parser.add_argument(
+        "--admission-hold-s",
+        type=float,
+        metavar="S",
+        help="how long an idle session keeps its place when others wait "
+        f"({HOLD_S:g}, with --store {HOLD_WITH_STORE_S:g})",
+    )
+    parser.add_argument(
+        "--admission-share",
+        type=float,
+        default=SHARE,
+        metavar="SHARE",
+        help="of an engine's KV that this gateway's sessions may fill; with several gateways a part for each "
+        "(%(default)s)",
+    )
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="(%(default)s)")
 
 
@@ -151,6 +181,7 @@ def run(args: argparse.Namespace) -> int:
             replace_images=args.replace_images,
             max_body_bytes=args.max_body_mib << 20,
             ping_interval_s=args.ping_s,
+            admission=_admission(args),
         )
     except (TenantsFileError, TokenizerError, ValueError, httpx.InvalidURL) as error:
         print(f"longhaul gateway: {error}", file=sys.stderr)
@@ -158,6 +189,19 @@ def run(args: argparse.Namespace) -> int:
     if service.tenants.open and not _is_loopback(args.host):
         log.warning("%s is open to the network and nobody needs a key: give --tenants", args.host)
     return serve(service, host=args.host, port=args.port, drain_s=args.drain_s)
+
+
+def _admission(args: argparse.Namespace) -> AdmissionSettings | None:
+    """Raises ValueError for a setting out of range."""
+    if args.admission == "off":
+        return None
+    default_hold_s = HOLD_S if args.store is None else HOLD_WITH_STORE_S
+    return AdmissionSettings(
+        wait_s=args.admission_wait_s,
+        hold_s=default_hold_s if args.admission_hold_s is None else args.admission_hold_s,
+        share=args.admission_share,
+        store=args.store is not None,
+    )
 
 
 def build_service(
@@ -175,12 +219,13 @@ def build_service(
     ping_interval_s: float = 10.0,
     stall_s: float = 300.0,
     grace_s: float = 5.0,
+    admission: AdmissionSettings | None = None,
 ) -> Service:
     """Put a gateway together; nothing is connected yet.
 
     Raises TokenizerError, or ValueError for an address that is none. `LONGHAUL_ENGINE_API_KEY` in the
     environment is SGLang's `--api-key`. `turn_ttl_s`: how long turns of a class live, None for those of no
-    class and of every other.
+    class and of every other. `admission` None: every turn is let in at once.
     """
     for url in engine_urls:
         if httpx.URL(url).scheme not in ("http", "https"):
@@ -189,7 +234,9 @@ def build_service(
     metrics = Metrics()
     api_key = os.environ.get("LONGHAUL_ENGINE_API_KEY")
     engines = Engines(
-        [Engine(url, vocabulary=tokenizer.vocab_size, api_key=api_key) for url in engine_urls], metrics
+        [Engine(url, vocabulary=tokenizer.vocab_size, api_key=api_key) for url in engine_urls],
+        metrics,
+        admission,
     )
     ttl_s = dict(turn_ttl_s or {})
     class_ttl_s: dict[TtlClass, int] = {name: ttl for name, ttl in ttl_s.items() if name is not None}

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.access import Record, record_of
+from service.admission import priority_of
 from service.errors import ServiceError
 from service.exchange import served_model, start_turn, streamed_answer, whole_answer
 from service.identity import identify
@@ -67,6 +68,7 @@ async def _read(request: Request, tenant: Tenant) -> tuple[MessagesRequest, Turn
         sampling=asked.sampling,
         single_call=asked.single_call,
         ttl=asked.ttl,
+        priority=priority_of(fields.values.get("service_tier")),
     )
     return asked, turn_request, signer
 

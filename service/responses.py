@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.access import Record, record_of
+from service.admission import priority_of
 from service.chat_request import read_retention
 from service.conversation import Conversation
 from service.errors import InvalidRequest, ServiceError
@@ -66,6 +67,7 @@ async def create_response(request: Request) -> Response:
         sampling=asked.sampling,
         single_call=asked.single_call,
         ttl=read_retention(fields),
+        priority=priority_of(fields.values.get("service_tier")),
     )
     try:
         turn = await start_turn(request, turn_request)

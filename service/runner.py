@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from cache_store.retention import TtlClass
 from cache_store.roots import Root, RootRegistry
 from model.tokenizer import K3Tokenizer
+from service.admission import Demand
 from service.constraint import output_constraint
 from service.conversation import Completion, Conversation, Usage
 from service.engines import Engines
@@ -36,6 +37,7 @@ class TurnRequest:
     """What an API module asks for. `single_call` ends the message after its first tool call.
 
     ttl: the class of time to live that the client asks for; None where it leaves that to the service.
+    priority: among the tenant's own turns that wait for a place (`service.admission`), the higher first.
     """
 
     tenant: Tenant
@@ -44,6 +46,7 @@ class TurnRequest:
     sampling: Sampling
     single_call: bool = False
     ttl: TtlClass | None = None
+    priority: int = 0
 
 
 class Turn:
@@ -223,7 +226,15 @@ class TurnRunner:
             reader = MessageReader(
                 self._tokenizer, prompt.channel, request.sampling, single_call=request.single_call
             )
-            chunks = self._engines.generate(generation, _place(prompt))
+            demand = Demand(
+                rid=generation.rid,
+                tenant=request.tenant.name,
+                session=(place := _place(prompt)),
+                prompt_tokens=len(prompt.ids),
+                output_tokens=sampling["max_new_tokens"],
+                priority=request.priority,
+            )
+            chunks = self._engines.generate(generation, place, demand)
             return Turn(
                 prompt, reader, chunks, self, request, hold, held.pop_all(), started_at, generation.rid
             )

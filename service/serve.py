@@ -117,6 +117,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replace-images", action="store_true", help="let a text stand in for images, instead of refusing"
     )
     parser.add_argument(
+        "--admission",
+        choices=("off", "on"),
+        default="off",
+        help="on: let sessions wait for a place on the engine's device when more are live than it holds "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
         "--state-dir",
         type=Path,
         metavar="DIR",
@@ -229,7 +236,10 @@ def _serve(args: argparse.Namespace, layout: Layout, supervisor: Supervisor, dis
         model=layout.model,
         tenants=args.tenants,
         log=layout.logs / "gateway.log",
-        extra=["--replace-images"] if args.replace_images else [],
+        extra=[
+            *(["--replace-images"] if args.replace_images else []),
+            *("--admission", args.admission),
+        ],
     )
     start(gateway, GATEWAY_START_TIMEOUT_S)
     _announce(args, layout, started, store_url, ledger_url, display)
