@@ -10,7 +10,7 @@ ENGINE := $(RUN) pytest -m "engine or sglang"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test unit engine conformance lint format image clean
+.PHONY: help setup serve test unit engine conformance agentx lint format image clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -41,6 +41,13 @@ conformance: setup ## Real clients (uv and npm) against the service; installs th
 	cp tests/conformance/package.json tests/conformance/ai_sdk.mjs .state/conformance/
 	npm install --prefix .state/conformance --no-fund --no-audit --silent
 	$(RUN) pytest -m conformance
+
+agentx: setup ## AgentX's own clients against the service, beside our replay; installs them into .state/agentx
+	$(UV) venv --quiet --allow-existing --python 3.11 .state/agentx/agentx-harness
+	$(UV) pip install --quiet --python .state/agentx/agentx-harness/bin/python agentx-harness==1.0.12
+	$(UV) venv --quiet --allow-existing --python 3.11 .state/agentx/aiperf
+	$(UV) pip install --quiet --python .state/agentx/aiperf/bin/python aiperf==0.13.0
+	$(RUN) python -m bench.agentx
 
 lint: setup ## Check style, types, Dockerfile and compose file
 	$(RUN) ruff check .

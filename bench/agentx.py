@@ -29,6 +29,7 @@ from bench.engines import free_port, note
 from model import tiny
 from model.simulation.workload import synthetic
 from model.state import state_directory
+from replay.errors import ReplayError
 from replay.selection import load
 from replay.trace_command import convert
 
@@ -140,7 +141,7 @@ def replayed(path: Path) -> dict[Turn, Served]:
                 Served(row["input_seen"], row["cached_tokens"] or 0, row["output_seen"]),
             )
             for row in sorted(rows, key=lambda row: row["sent_s"])
-            if row["failure"] is None and row["agent"] == "root"
+            if row.get("failure") is None and row["agent"] == "root"
         ]
     )
 
@@ -277,10 +278,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--json", action="store_true")
     args = parser.parse_args(argv)
     model: Path = (args.model or tiny.build(tiny.default_path()).path).absolute()
-    if args.traces:
-        sessions = load(args.traces, args.sessions)
-    else:
-        sessions = synthetic(args.sessions, CONTEXT_TOKENS, TURNS, OUTPUT_TOKENS, GAP_S, 0)
+    try:
+        sessions = (
+            load(args.traces, args.sessions)
+            if args.traces
+            else synthetic(args.sessions, CONTEXT_TOKENS, TURNS, OUTPUT_TOKENS, GAP_S, 0)
+        )
+    except ReplayError as error:
+        parser.error(str(error))
     with tempfile.TemporaryDirectory(prefix="lhagentx") as scratch:
         folder: Path = args.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)

@@ -36,6 +36,7 @@ from model.simulation.result import Point, Policy, Settings, simulate
 from model.simulation.workload import scripts, synthetic
 from replay.calibration import measure
 from replay.client import ChatClient
+from replay.errors import ReplayError
 from replay.layout import Planner
 from replay.record import Record
 from replay.report import make_report
@@ -261,7 +262,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--json", action="store_true")
     args = parser.parse_args(argv)
     if args.traces:
-        loaded = load(args.traces, args.sessions, args.turns)
+        try:
+            loaded = load(args.traces, args.sessions, args.turns)
+        except ReplayError as error:
+            parser.error(str(error))
         sessions = [in_pages(session, args.scale, args.time_scale) for session in loaded]
     else:
         args.time_scale = 1.0

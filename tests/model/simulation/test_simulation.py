@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from model.capacity.budget import Budget
 from model.capacity.machine import MACHINES
 from model.simulation.chart import draw
+from model.simulation.events import Events
+from model.simulation.node import Node, Request
 from model.simulation.result import POLICIES, Policy, Settings, simulate
 from model.simulation.tier import Tier
-from model.simulation.workload import ROOT, Tree, scripts, synthetic
+from model.simulation.workload import ROOT, Call, Tree, scripts, synthetic
 from replay.statistics import statistics
-from replay.trace import Agent, Request, Session
+from replay.trace import Agent, Session
+from replay.trace import Request as Recorded
 from service.cli import main
 
 MACHINE = dataclasses.replace(
@@ -144,8 +147,8 @@ def test_prefixes_are_those_of_the_trace_statistics():
 
 def test_continued_answers_lie_on_the_next_prompt():
     requests = (
-        Request(0.0, 1.0, 130, 130, (1, 2)),
-        Request(5.0, 1.0, 400, 10, (1, 2, 3, 4, 5, 6)),
+        Recorded(0.0, 1.0, 130, 130, (1, 2)),
+        Recorded(5.0, 1.0, 400, 10, (1, 2, 3, 4, 5, 6)),
     )
     session = Session("s", 64, (Agent("root", 0, requests, 0.0, 6.0),))
     (discarded,) = scripts([session], 300.0)
@@ -153,6 +156,103 @@ def test_continued_answers_lie_on_the_next_prompt():
     assert discarded.conversations[0].calls[1].prefix_tokens == 128
     assert continued.conversations[0].calls[1].prefix_tokens == 256
     assert continued.conversations[0].calls[0].answer[-1] in continued.conversations[0].calls[1].path
+
+
+def node_with(kv_tokens, states, **changes):
+    budget = dataclasses.replace(make_budget(kv_tokens, states), **changes)
+    return Node(MACHINE, budget, Events(), None)
+
+
+def ask(node, number, tree, blocks, output_tokens=1, answer=(), input_tokens=None):
+    """Serve one request to its end."""
+    tokens = 64 * len(blocks) + 10 if input_tokens is None else input_tokens
+    call = Call(tuple(tree.path(blocks)), answer, tokens, output_tokens, 0, 0.0)
+    request = Request(number, tree, call, node.events.now_s, lambda request: None)
+    node.submit(request)
+    node.events.run(lambda: False)
+    for tier in node.tiers:
+        tier.check_integrity()
+    return request
+
+
+def test_prefill_leaves_a_state_where_each_chunk_ends():
+    tree = Tree(64)
+    prompt = tuple(range(10))
+    tree.insert(prompt)
+    tree.cut(prompt, 0, 256)
+    node = node_with(6400, 40, chunk_tokens=256)
+    ask(node, 0, tree, prompt)
+    held = node.device.open(0, tree)
+    assert [tree.ends[at] for at in tree.path(prompt) if held.states[at]] == [256, 512, 640]
+    # A prompt that parts from it within the second chunk goes on from the end of the first.
+    other = (*range(6), 99)
+    tree.insert(other)
+    node = node_with(6400, 40, chunk_tokens=256)
+    ask(node, 0, tree, prompt)
+    assert ask(node, 0, tree, other).hits == (256, 0, 0)
+
+
+def test_where_kv_went_on_without_a_state_one_takes_the_place_of_the_prompts_end():
+    tree = Tree(64)
+    long, short, longer = tuple(range(8)), (0, 1, 2, 3, 90), (0, 1, 2, 3, 91, 92)
+    for prompt in (long, short, longer):
+        tree.insert(prompt)
+    node = node_with(6400, 40)
+    assert ask(node, 0, tree, long).hits == (0, 0, 0)
+    assert ask(node, 0, tree, short).hits == (0, 0, 0)
+    held = node.device.open(0, tree)
+    assert [tree.ends[at] for at in tree.path(short) if held.states[at]] == [256]
+    # What lay behind that one state is not kept.
+    assert not held.held[tree.path(short)[-1]] and node.device.tokens == 512
+    assert ask(node, 0, tree, longer).hits == (256, 0, 0)
+
+
+def test_an_answer_is_kept_as_far_as_its_last_state():
+    request = Recorded(0.0, 1.0, 200, 120, (1, 2, 3))
+    session = Session("s", 64, (Agent("root", 0, (request,), 0.0, 1.0),))
+    (coarse,) = scripts([session], 300.0, track_tokens=256)
+    (fine,) = scripts([session], 300.0, track_tokens=64)
+    (call,), (same,) = coarse.conversations[0].calls, fine.conversations[0].calls
+    assert coarse.tree.ends[call.end] == 256
+    # Of 320 tokens the last one is never computed, so that no state is at its end.
+    assert fine.tree.ends[same.end] == 256
+    short = dataclasses.replace(request, output_tokens=20)
+    (script,) = scripts(
+        [dataclasses.replace(session, agents=(Agent("root", 0, (short,), 0.0, 1.0),))],
+        300.0,
+        track_tokens=256,
+    )
+    assert not script.conversations[0].calls[0].answer
+
+
+def test_the_last_token_of_a_prompt_is_computed_again():
+    tree = Tree(64)
+    tree.insert((0, 1))
+    node = node_with(6400, 40)
+    ask(node, 0, tree, (0, 1), input_tokens=128)
+    assert ask(node, 0, tree, (0, 1), input_tokens=128).hits == (0, 0, 0)
+    assert ask(node, 0, tree, (0, 1), input_tokens=129).hits == (128, 0, 0)
+
+
+def test_what_a_running_request_works_on_takes_room():
+    tree = Tree(64)
+    for prompt in ((0,), (1,)):
+        tree.insert(prompt)
+    node = node_with(320, 40)
+    ask(node, 0, tree, (0,))
+    assert node.device.tokens == 64
+    # 64 + 10 tokens of prompt and 182 of output are four pages, of which one is the prompt's node.
+    ask(node, 1, tree, (1,), output_tokens=182)
+    assert node.device.tokens == 128 and node.device.token_room == 320
+    ask(node, 1, tree, (1,), output_tokens=182 + 64)
+    assert node.device.tokens == 64
+
+
+def test_once_runs_each_session_a_single_time_from_its_beginning(sessions):
+    point = run("sglang", 3, make_budget(640_000, 200), sessions, requests=16 * 30, once=True)
+    assert point.requests == sum(session.turns for session in sessions)
+    found = statistics(sessions)
+    assert point.theoretical == pytest.approx(found.theoretical_hit)
 
 
 def run(policy, concurrency, budget, sessions, requests=300, **changes):
@@ -199,7 +299,7 @@ def test_the_same_seed_gives_the_same_point(sessions):
 
 def test_sub_agents_run_beside_their_parent_and_are_waited_for():
     def request(start_s, blocks):
-        return Request(start_s, 1.0, 64 * len(blocks), 64, blocks)
+        return Recorded(start_s, 1.0, 64 * len(blocks), 64, blocks)
 
     root = Agent("root", 0, (request(0.0, (1,)), request(50.0, (1, 2))), 0.0, 51.0)
     child = Agent("a", 0, (request(2.0, (8,)), request(40.0, (8, 9))), 1.0, 41.0, 0, 0, 1)

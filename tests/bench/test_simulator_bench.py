@@ -1,0 +1,54 @@
+"""The parts of the comparison of simulator and engine that need no engine."""
+
+from itertools import takewhile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.simulator import PAGE_TOKENS, Rates, in_pages
+from replay.client import Answer
+from replay.layout import PlannedRequest
+from replay.record import Record
+from replay.scale import Scale
+from replay.trace import Agent, Request, Session
+from replay.usage import Usage
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=40)
+
+
+def session(*blocks: tuple[int, ...], block_tokens: int = 64) -> Session:
+    requests = [Request(8.0 * at, 4.0, len(ids) * block_tokens + 5, 40, ids) for at, ids in enumerate(blocks)]
+    return Session("s", block_tokens, (Agent("root", 30, tuple(requests), 0.0, 99.0),))
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompts, prompts, st.sampled_from(["1", "1/4", "1/3", "3/4"]), st.sampled_from([16, 64, 512]))
+def test_prompts_share_the_pages_that_their_blocks_cover(left, right, text, block_tokens):
+    scale = Scale.parse(text)
+    made = in_pages(session(tuple(left), tuple(right), block_tokens=block_tokens), scale, 1.0)
+    first, second = (request.blocks for request in made.agents[0].requests)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    whole = min(scale.position(shared * block_tokens) // PAGE_TOKENS, len(first), len(second))
+    assert common == whole
+    assert len(first) == scale.position(len(left) * block_tokens) // PAGE_TOKENS
+
+
+def test_times_and_lengths_are_scaled():
+    made = in_pages(session((1, 2), (1, 2, 3)), Scale.parse("1/2"), 0.25)
+    request = made.agents[0].requests[1]
+    assert (request.start_s, request.service_s, request.input_tokens, request.output_tokens) == (2, 1, 98, 20)
+    assert made.block_tokens == PAGE_TOKENS and made.agents[0].head_tokens == 15
+
+
+def record(sent_s: float, first_s: float, end_s: float, prompt: int, cached: int, output: int) -> Record:
+    answer = Answer(sent_s, first_s, end_s, Usage(prompt, output, cached), {})
+    return Record("s", "root", 0, PlannedRequest((), prompt, prompt, output, 0), sent_s, sent_s, answer)
+
+
+def test_rates_are_those_of_the_replay():
+    # Two wait at once from 0 to 3 s, one alone from 10 to 11 s.
+    records = [record(0, 2, 4, 300, 100, 5), record(1, 3, 5, 200, 0, 5), record(10, 11, 12, 100, 100, 1)]
+    rates = Rates.of(records)
+    assert rates.prefill == pytest.approx(400 / 4) and rates.decode == pytest.approx(8 / 5)
