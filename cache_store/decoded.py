@@ -11,7 +11,8 @@ from typing import Final
 from cache_store.turn import Turn, TurnFormatError, decode_turn
 
 DEFAULT_BUDGET_BYTES: Final = 64 << 20
-_ID_BYTES: Final = 4
+_ID_BYTES: Final = 4 + 7
+"""In an array, and in JSON with a comma: ids have up to six digits."""
 _OVERHEAD_BYTES: Final = 2560
 
 

@@ -23,9 +23,10 @@ A reader takes nothing but bytes whose checksum, version and key are what it ask
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
+import orjson
 import xxhash
 import zstandard
 
@@ -83,6 +84,7 @@ class Turn:
     highest: int
     usage: tuple[int, ...]
     ttl: TtlClass | None = None
+    _json: dict[bool, bytes] = field(default_factory=dict[bool, bytes], init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert len(self.key) == 2 * KEY_BYTES and len(self.digest) == DIGEST_BYTES
@@ -101,6 +103,13 @@ class Turn:
         tokens.extend(self.completion)
         tokens.extend(self.closing)
         return tokens
+
+    def tokens_json(self, *, keep_tail: bool = True) -> bytes:
+        """The same in JSON, without brackets; made when it is first asked for."""
+        encoded = self._json.get(keep_tail)
+        if encoded is None:
+            encoded = self._json[keep_tail] = orjson.dumps(self.tokens(keep_tail=keep_tail).tolist())[1:-1]
+        return encoded
 
 
 def encode_turn(turn: Turn) -> bytes:

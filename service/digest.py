@@ -269,9 +269,19 @@ def _value_digest(value: object) -> bytes:
     return _hash(b"JSON", _json(value))
 
 
+def _size(size: int) -> bytes:
+    return size.to_bytes(8, "little")
+
+
+_SIZES: Final = tuple(map(_size, range(DIGEST_BYTES + 1)))
+
+
 def _hash(*parts: bytes) -> bytes:
-    sized = b"".join(piece for part in parts for piece in (len(part).to_bytes(8, "little"), part))
-    return hashlib.blake2b(sized, digest_size=DIGEST_BYTES).digest()
+    sized: list[bytes] = []
+    for part in parts:
+        size = len(part)
+        sized += (_SIZES[size] if size < len(_SIZES) else _size(size), part)
+    return hashlib.blake2b(b"".join(sized), digest_size=DIGEST_BYTES).digest()
 
 
 def _short(text: str) -> bytes:

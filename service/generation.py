@@ -11,6 +11,7 @@ from typing import Any, Literal
 import orjson
 
 from service.errors import EngineFailed, EngineOverloaded, EngineUnavailable, InvalidRequest, ServiceError
+from service.token_ids import TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Generation:
         """The JSON body."""
         body: dict[str, Any] = {
             "rid": self.rid,
-            "input_ids": self.ids,
+            "input_ids": orjson.Fragment(self.ids.json()) if isinstance(self.ids, TokenIds) else self.ids,
             "sampling_params": self.sampling,
             "cache_salt": self.cache_salt,
             "stream": True,

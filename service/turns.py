@@ -38,6 +38,7 @@ from service.digest import (
     reasoning_digest,
 )
 from service.rendering import Renderer
+from service.token_ids import TokenIds, encoded_ids
 
 _THREAD_CHARS: Final = 20_000
 """Text longer than this is encoded beside the event loop: it takes milliseconds."""
@@ -81,7 +82,7 @@ class Prompt:
     highest: the highest of `ids`; those of a recorded turn are compared with its own when it is decoded.
     """
 
-    ids: list[int]
+    ids: TokenIds
     turn: str
     channel: Channel
     parent: str | None
@@ -147,11 +148,8 @@ class Turns:
             ancestry = await AncestorSearch(self._ledger, tenant, session, digests, messages).find()
         except LedgerUnavailable:
             ancestry, fallback = Ancestry(), "ledger_unavailable"
-        tokens = array("I")
-        for turn in ancestry.path:
-            tokens.extend(turn.tokens(keep_tail=self._keep_tails))
         if any(turn.highest >= self._vocab_size for turn in ancestry.path):
-            ancestry, fallback, tokens = Ancestry(), "foreign_tokens", array("I")
+            ancestry, fallback = Ancestry(), "foreign_tokens"
         covered = ancestry.messages
         if _text_length(conversation.messages[covered:]) > _THREAD_CHARS or not covered:
             rendered = await asyncio.to_thread(
@@ -160,14 +158,14 @@ class Turns:
         else:
             rendered = self._renderer.render(conversation, digests.digests[0], covered)
         path = ancestry.path
-        continued_tokens = len(tokens)
-        tokens.extend(rendered.ids)
+        recorded = [turn.tokens(keep_tail=self._keep_tails) for turn in path]
+        encoded = [turn.tokens_json(keep_tail=self._keep_tails) for turn in path]
         return Prompt(
-            ids=tokens.tolist(),
+            ids=TokenIds([*recorded, rendered.ids], [*encoded, encoded_ids(rendered.ids)]),
             turn=new_key(),
             channel=rendered.channel,
             parent=path[-1].key if path else None,
-            continued_tokens=continued_tokens,
+            continued_tokens=sum(map(len, recorded)),
             restored_reasoning=sum(_restored_reasoning(turn, digests) for turn in path),
             restored_ids=sum(_restored_ids(turn, messages) for turn in path),
             fallback=fallback,
