@@ -5,9 +5,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +90,14 @@ def running_engine(
     store_url: str | None = None,
     draft: Path | None = None,
     extra: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> Generator[Engine]:
     """Boot an engine on a free port, and end it with all its processes. Raises `EngineFailure`.
 
     One without a store has nothing to lose and is killed: SGLang takes ten seconds to leave when asked to.
     """
     with running_engines(
-        model, [log], profile=profile, store_url=store_url, draft=draft, extra=extra
+        model, [log], profile=profile, store_url=store_url, draft=draft, extra=extra, env=env
     ) as engines:
         yield engines[0]
 
@@ -110,8 +111,9 @@ def running_engines(
     store_url: str | None = None,
     draft: Path | None = None,
     extra: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> Generator[list[Engine]]:
-    """As `running_engine`, for one engine a log; they boot at once."""
+    """As `running_engine`, for one engine a log; they boot at once. `env` goes before the profile's."""
     engines: list[Engine] = []
     services: list[HttpService] = []
     try:
@@ -120,6 +122,7 @@ def running_engines(
             command = load_profile(profile).command(
                 model, port, store_url=store_url, draft=draft, extra=extra
             )
+            command = replace(command, env={**command.env, **(env or {})})
             service = engine_service(command, port, log)
             service.launch()
             services.append(service)

@@ -79,6 +79,8 @@ class Workload:
         ]
 
 
+# The other core is for the client, the gateway and Redis; two threads wait for each other where others run.
+ENGINE_ENV: Final = {"OMP_NUM_THREADS": "1"}
 HOST_POOL: Final = ("--hicache-size", "0", "--hicache-ratio", "2")
 
 
@@ -171,7 +173,7 @@ def measure(model: Path, scratch: Path, workload: Workload, ways: Sequence[str])
     points: list[Point] = []
     if SGLANG in ways:
         note("SGLang alone: booting")
-        with running_engine(model, scratch / "alone.log", extra=workload.pools) as engine:
+        with running_engine(model, scratch / "alone.log", extra=workload.pools, env=ENGINE_ENV) as engine:
             for live in workload.live:
                 engine.flush()
                 points.append(cell(SGLANG, live, engine.url, model, workload))
@@ -185,7 +187,9 @@ def measure(model: Path, scratch: Path, workload: Workload, ways: Sequence[str])
         held.enter_context(ledger)
         note("with Redis: booting")
         log = scratch / "stored.log"
-        engine = held.enter_context(running_engine(model, log, store_url=blobs.url, extra=extra))
+        engine = held.enter_context(
+            running_engine(model, log, store_url=blobs.url, extra=extra, env=ENGINE_ENV)
+        )
         for way in stored:
             for live in workload.live:
                 empty(engine, blobs)

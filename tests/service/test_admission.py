@@ -557,6 +557,23 @@ async def test_a_client_that_leaves_while_it_waits_is_forgotten(
         assert len(small.requests) == 2 and not small.aborted
 
 
+async def test_a_client_that_leaves_while_it_is_served_leaves_its_place(
+    small: FakeEngine, gateway_factory: GatewayFactory
+):
+    async with gateway_factory(admission=AdmissionSettings(hold_s=0)) as gateway:
+        small.script = small.reply({"content": "word " * 500}, delay_s=0.05)
+        body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "session_id": "leaving"}
+        async with gateway.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            while "content" not in await anext(lines):
+                pass
+            waiting = asyncio.create_task(gateway.chat(session_id="next"))
+            await until_waiting(gateway, 1)
+            small.script = small.reply({"content": "Hi"})
+        assert (await waiting).status_code == 200
+        assert len(small.aborted) == 1
+
+
 async def test_a_response_that_waits_can_be_cancelled(small: FakeEngine, gateway_factory: GatewayFactory):
     async with gateway_factory(admission=AdmissionSettings(), grace_s=0.05) as gateway:
         ended = occupied(small)
