@@ -3,9 +3,9 @@
 Boots the CPU engine with little room for KV and states, replays the same sessions at several concurrencies,
 each with an empty cache, simulates them with the same pools, and compares the share of prompt tokens that was
 found. Prefill and decoding are simulated as fast as they were in the replay: this machine's speed is not what
-is compared.
+is compared. Simulated are the whole, and the tiers alone, each request at the times it had in the replay.
 
-    python -m bench.simulator [TRACE...] [--concurrency 3,5,9] [--kv-tokens N] [--state-slots N] [--json]
+    python -m bench.simulator [TRACE...] [--concurrency 3,5,8] [--kv-tokens N] [--state-slots N] [--json]
 """
 
 import argparse
@@ -31,7 +31,9 @@ from model.capacity.budget import Budget
 from model.capacity.machine import MACHINES, Machine
 from model.profile import load_profile
 from model.simulation import options
-from model.simulation.node import StoreSettings
+from model.simulation.events import Events
+from model.simulation.node import Node, StoreSettings
+from model.simulation.node import Request as SimulatedRequest
 from model.simulation.result import Point, Policy, Settings, simulate
 from model.simulation.workload import scripts, synthetic
 from replay.calibration import measure
@@ -50,8 +52,8 @@ PROFILE = "cpu-tiny"
 PAGE_TOKENS = 64
 IDLE_CAP_S = 300.0
 GOAL_POINTS = 3.0
-# Made-up sessions of InferenceX's shape at a fortieth: mean prompt, output, turns, mean gap in s.
-CONTEXT_TOKENS, OUTPUT_TOKENS, TURNS, GAP_S = 3000, 12, 10, 0.6
+# Made-up sessions: mean prompt, output, turns, mean gap in s.
+CONTEXT_TOKENS, OUTPUT_TOKENS, TURNS, GAP_S = 1500, 8, 8, 0.6
 # The host tier of the profile holds everything that these sessions come to.
 HOST_TOKENS, HOST_STATES = 2_000_000, 20_000
 ONE_GB = 10**9
@@ -68,14 +70,20 @@ class Rates:
     def of(cls, records: Sequence[Record]) -> "Rates":
         """The rates of a replay. Prefill goes before decoding: who waits for a first token waits for it."""
         answers = sorted((record.answer for record in records if record.answer), key=lambda a: a.sent_s)
-        waited_s, until_s = 0.0, 0.0
+        waits: list[tuple[float, float]] = []
         for answer in answers:
-            waited_s += max(0.0, answer.first_token_s - max(until_s, answer.sent_s))
-            until_s = max(until_s, answer.first_token_s)
+            begin_s = max(answer.sent_s, waits[-1][1] if waits else 0.0)
+            if answer.first_token_s > begin_s:
+                waits.append((begin_s, answer.first_token_s))
         computed = sum(a.usage.prompt_tokens - (a.usage.cached_tokens or 0) for a in answers)
         decoded = sum(a.usage.completion_tokens - 1 for a in answers)
-        decoding_s = sum(a.end_s - a.first_token_s for a in answers)
-        return cls(computed / waited_s, decoded / decoding_s)
+        decoding_s = sum(
+            a.end_s
+            - a.first_token_s
+            - sum(max(0.0, min(a.end_s, end) - max(a.first_token_s, begin)) for begin, end in waits)
+            for a in answers
+        )
+        return cls(computed / sum(end - begin for begin, end in waits), decoded / decoding_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,7 @@ class Compared:
     errors: int
     measured: float
     simulated: float
+    tiers: float
     theoretical: float
     measured_s: float
     simulated_s: float
@@ -96,6 +105,11 @@ class Compared:
     def points(self) -> float:
         """Simulated less measured, in points."""
         return 100 * (self.simulated - self.measured)
+
+    @property
+    def tier_points(self) -> float:
+        """What the tiers alone would have found less measured, in points."""
+        return 100 * (self.tiers - self.measured)
 
 
 def in_pages(session: Session, scale: Scale, time_scale: float) -> Session:
@@ -151,11 +165,11 @@ async def replayed(
     return run.records
 
 
-def pools(kv_tokens: int, state_slots: int, running: int, store: bool) -> Budget:
+def pools(kv_tokens: int, state_slots: int, running: int, chunk: int, store: bool) -> Budget:
     """The budget of an engine whose pools are given; bytes are those of a small K3 and of no matter."""
     values = {entry.flag: entry.value for entry in load_profile(PROFILE).argument}
-    chunk, track = values["--chunked-prefill-size"], values["--mamba-track-interval"]
-    assert isinstance(chunk, int) and isinstance(track, int)
+    track = values["--mamba-track-interval"]
+    assert isinstance(track, int)
     return Budget(
         hbm_bytes=ONE_GB,
         static_bytes=ONE_GB,
@@ -191,14 +205,40 @@ def simulated(
     return simulate(machine, found, made, Policy(policy), concurrency, settings)
 
 
+def tiers_alone(sessions: Sequence[Session], found: Budget, records: Sequence[Record], idle: float) -> float:
+    """The hit rate of the simulated device tier when each request comes and goes as it did in the replay."""
+    made = scripts(sessions, idle, chunk_tokens=found.chunk_tokens, track_tokens=found.track_tokens)
+    runs = {script.name: (number, script) for number, script in enumerate(made)}
+    agents = {
+        (session.name, agent.name): index
+        for session in sessions
+        for index, agent in enumerate(session.agents)
+    }
+    events = Events()
+    node = Node(MACHINES["b300-8"], found, events, None)
+    requests: list[SimulatedRequest] = []
+    for record in records:
+        if record.answer is None:
+            continue
+        number, script = runs[record.session]
+        call = script.conversations[agents[record.session, record.agent]].calls[record.turn]
+        request = SimulatedRequest(number, script.tree, call, record.answer.sent_s, lambda request: None)
+        request.measured = record.answer.first_token_s, record.answer.end_s
+        events.at(record.answer.sent_s, lambda request=request: node.submit(request))
+        requests.append(request)
+    events.run(lambda: False)
+    node.device.check_integrity()
+    return sum(r.hits[0] for r in requests) / sum(r.call.input_tokens for r in requests)
+
+
 def compare(args: argparse.Namespace, sessions: Sequence[Session], folder: Path) -> dict[str, Any]:
     """Boot, replay, simulate."""
     model: Path = (args.model or tiny.build(tiny.default_path()).path).absolute()
     store = "redis" in args.policy
-    found = pools(args.kv_tokens, args.state_slots, args.running, store)
+    found = pools(args.kv_tokens, args.state_slots, args.running, args.chunk, store)
     idle = IDLE_CAP_S * args.time_scale
     extra = ["--max-total-tokens", str(args.kv_tokens), "--max-mamba-cache-size", str(args.state_slots)]
-    extra += ["--max-running-requests", str(args.running)]
+    extra += ["--max-running-requests", str(args.running), "--chunked-prefill-size", str(args.chunk)]
     rows: list[Compared] = []
     with ExitStack() as stack:
         url = None
@@ -222,6 +262,7 @@ def compare(args: argparse.Namespace, sessions: Sequence[Session], folder: Path)
                 errors=total.errors,
                 measured=total.actual_hit,
                 simulated=point.hit,
+                tiers=tiers_alone(sessions, found, records, idle),
                 theoretical=point.theoretical,
                 measured_s=real.wall_s,
                 simulated_s=point.duration_s,
@@ -234,8 +275,13 @@ def compare(args: argparse.Namespace, sessions: Sequence[Session], folder: Path)
         "sessions": len(sessions),
         "kv_tokens": args.kv_tokens,
         "state_slots": args.state_slots,
-        "points": [{**dataclasses.asdict(row), "difference_points": row.points} for row in rows],
+        "chunk_tokens": args.chunk,
+        "points": [
+            {**dataclasses.asdict(row), "difference_points": row.points, "tier_points": row.tier_points}
+            for row in rows
+        ],
         "max_difference_points": max(abs(row.points) for row in rows),
+        "max_tier_points": max(abs(row.tier_points) for row in rows),
         "goal_points": GOAL_POINTS,
     }
 
@@ -249,14 +295,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("traces", nargs="*", type=Path, metavar="TRACE", help="(default: made-up sessions)")
-    add("--concurrency", type=options.counts, default=[3, 5, 9], metavar="N,N", help="(default: 3,5,9)")
+    add("--concurrency", type=options.counts, default=[3, 5, 8], metavar="N,N", help="(default: 3,5,8)")
     add("--policy", choices=("sglang", "redis"), default="sglang", help="(default: %(default)s)")
-    add("--kv-tokens", type=int, default=16_384, metavar="N", help="of the pool (default: %(default)s)")
-    add("--state-slots", type=int, default=64, metavar="N", help="of the pool (default: %(default)s)")
+    add("--kv-tokens", type=int, default=8192, metavar="N", help="of the pool (default: %(default)s)")
+    add("--state-slots", type=int, default=48, metavar="N", help="of the pool (default: %(default)s)")
     add("--running", type=int, default=8, metavar="N", help="most requests at once (default: %(default)s)")
+    add("--chunk", type=int, default=512, metavar="TOKENS", help="of prefill (default: %(default)s)")
     add("--scale", type=Scale.parse, default=Scale.parse("1/32"), help="of traces (default: %(default)s)")
     add("--time-scale", type=float, default=1 / 32, help="of traces' gaps (default: 1/32)")
-    add("--sessions", type=int, default=14, metavar="N", help="the first N (default: %(default)s)")
+    add("--sessions", type=int, default=10, metavar="N", help="the first N (default: %(default)s)")
     add("--turns", type=int, default=TURNS, metavar="N", help="of each agent (default: %(default)s)")
     add("--model", type=Path, help="checkpoint (default: the tiny K3, built if missing)")
     add("--json", action="store_true")
@@ -281,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show(result: dict[str, Any]) -> None:
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("live", "requests", "measured", "simulated", "points", "theory", "s", "simulated s"):
+    for name in ("live", "requests", "measured", "simulated", "points", "tiers", "points", "theory"):
         table.add_column(name, justify="right")
     for row in result["points"]:
         table.add_row(
@@ -290,9 +337,9 @@ def _show(result: dict[str, Any]) -> None:
             f"{row['measured']:.3f}",
             f"{row['simulated']:.3f}",
             f"{row['difference_points']:+.1f}",
+            f"{row['tiers']:.3f}",
+            f"{row['tier_points']:+.1f}",
             f"{row['theoretical']:.3f}",
-            f"{row['measured_s']:.0f}",
-            f"{row['simulated_s']:.0f}",
         )
     Console().print(table)
 

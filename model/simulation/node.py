@@ -1,7 +1,8 @@
 """A node that serves: HBM, host memory, Redis, one queue of prefill.
 
 A request waits until its KV fits beside what is running, in the order of arrival; then what no tier has is
-computed, requests one after the other; then its answer is decoded beside the others'. With a store, what is
+computed, requests one after the other; then its answer is decoded beside the others', while nothing is
+prefilled: SGLang lets decoding wait for that. With a store, what is
 there and not nearer is read into host memory while the request waits, through one pipe; what was nearer then
 and has been evicted when its turn comes is asked for again, as SGLang does. Everything computed
 is written through to host and store when the answer ends, and `cache_store.retention` says which states stay.
@@ -9,8 +10,8 @@ is written through to host and store when the answer ends, and `cache_store.rete
 Prefill leaves a state where each of its chunks ends; one where KV went on without a state takes the place of
 the next one behind it. What an answer has behind its last state is not kept.
 
-Left out: what prefill and decoding take from each other, chunks that requests share, writes competing with
-reads.
+Left out: chunks that requests share, batches that decode more slowly the larger they are, writes competing
+with reads.
 """
 
 import math
@@ -43,7 +44,10 @@ class StoreSettings:
 
 @dataclass(slots=True)
 class Request:
-    """A call of a run and what became of it; times in s, `hits` in tokens by tier."""
+    """A call of a run and what became of it; times in s, `hits` in tokens by tier.
+
+    `measured` is when its first token and its last came, where that is known and not to be simulated.
+    """
 
     number: int
     tree: Tree
@@ -59,6 +63,7 @@ class Request:
     fetches: int = 0
     states: tuple[int, ...] = ()
     kept: int = ROOT
+    measured: tuple[float, float] | None = None
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -99,6 +104,7 @@ class Node:
     _own_tokens: int = 0
     _waiting: deque[Request] = field(default_factory=deque[Request])
     _prefill_free_s: float = 0.0
+    _prefill_s: float = 0.0
     _store_free_s: float = 0.0
     _policy: StatePolicy = field(init=False)
 
@@ -227,11 +233,16 @@ class Node:
         request.computed_tokens = call.input_tokens - tokens[2]
         copied = max(0, tokens[2] - (ends[path[held - 1]] if held else 0)) * self.budget.kv_bytes_per_token
         copied += self.budget.state_bytes_per_rank * (far > depth)
-        begin_s = max(now_s + copied / self.machine.host_bytes_s, self._prefill_free_s)
-        self._prefill_free_s = begin_s + request.computed_tokens / self.machine.prefill_tokens_s
+        if request.measured is None:
+            begin_s = max(now_s + copied / self.machine.host_bytes_s, self._prefill_free_s)
+            prefill_s = request.computed_tokens / self.machine.prefill_tokens_s
+            self._prefill_free_s = first_s = begin_s + prefill_s
+            self._prefill_s += prefill_s
+        else:
+            first_s = request.measured[0]
         request.states = self._prefill_states(request, far, held)
         request.kept = (path[far - 1] if far else ROOT, *request.states, *call.answer)[-1]
-        self.events.at(self._prefill_free_s, lambda: self._prefilled(request, run))
+        self.events.at(first_s, lambda: self._prefilled(request, run))
         return True
 
     def _prefill_states(self, request: Request, far: int, held: int) -> tuple[int, ...]:
@@ -251,8 +262,27 @@ class Node:
         self.device.now_s = now_s
         for node in request.states:
             self.device.add_state(run, node)
-        end_s = now_s + request.call.output_tokens / self.machine.decode_tokens_s
-        self.events.at(end_s, lambda: self._finished(request, run))
+        if request.measured is None:
+            self._decode(request, run, request.call.output_tokens / self.machine.decode_tokens_s)
+        else:
+            self.events.at(request.measured[1], lambda: self._finished(request, run))
+
+    def _prefilled_s(self) -> float:
+        """How long has been prefilled until now."""
+        return self._prefill_s - max(0.0, self._prefill_free_s - self.events.now_s)
+
+    def _decode(self, request: Request, run: TreeInTier, left_s: float) -> None:
+        """Decode for `left_s`, and longer by what is prefilled meanwhile."""
+        before_s = self._prefilled_s()
+
+        def ended() -> None:
+            lost_s = self._prefilled_s() - before_s
+            if lost_s > 1e-6:
+                self._decode(request, run, lost_s)
+            else:
+                self._finished(request, run)
+
+        self.events.at(self.events.now_s + left_s, ended)
 
     def _finished(self, request: Request, run: TreeInTier) -> None:
         request.end_s = now_s = self.events.now_s

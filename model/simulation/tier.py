@@ -133,9 +133,9 @@ class Tier:
         return True
 
     def add_state(self, run: TreeInTier, node: int) -> bool:
-        """Hold the state at a held node's end; whether there was room."""
-        if node == ROOT:
-            return True
+        """Hold the state at a node's end; whether there was room, and the node was still held."""
+        if node == ROOT or not run.held[node]:
+            return node == ROOT
         key = (run.number, node)
         now_s = self._tick()
         if run.states[node]:

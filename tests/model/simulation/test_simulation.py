@@ -234,6 +234,33 @@ def test_the_last_token_of_a_prompt_is_computed_again():
     assert ask(node, 0, tree, (0, 1), input_tokens=129).hits == (128, 0, 0)
 
 
+def test_decoding_stands_still_while_a_prompt_is_prefilled():
+    tree = Tree(64)
+    for prompt in ((0,), tuple(range(100, 1100))):
+        tree.insert(prompt)
+    node = node_with(128_000, 40)
+    # 10 s of decoding from 0.0037 s on; after 5 s a prompt that takes 3.2 s.
+    first = Request(0, tree, Call(tuple(tree.path((0,))), (), 74, 1000, 0, 0.0), 0.0, lambda request: None)
+    path = tuple(tree.path(tuple(range(100, 1100))))
+    second = Request(0, tree, Call(path, (), 64_001, 1, 0, 0.0), 5.0, lambda request: None)
+    node.submit(first)
+    node.events.at(5.0, lambda: node.submit(second))
+    node.events.run(lambda: False)
+    assert second.first_token_s == pytest.approx(5.0 + 64_001 / 20_000)
+    assert first.end_s == pytest.approx(74 / 20_000 + 10.0 + 64_001 / 20_000)
+
+
+def test_measured_times_are_taken_as_they_were():
+    tree = Tree(64)
+    tree.insert((0, 1))
+    node = node_with(6400, 40)
+    call = Call(tuple(tree.path((0, 1))), (), 138, 4, 0, 0.0)
+    request = Request(0, tree, call, 0.0, lambda request: None, measured=(7.0, 9.0))
+    node.submit(request)
+    node.events.run(lambda: False)
+    assert (request.first_token_s, request.end_s) == (7.0, 9.0)
+
+
 def test_what_a_running_request_works_on_takes_room():
     tree = Tree(64)
     for prompt in ((0,), (1,)):
@@ -279,7 +306,7 @@ def test_oversubscription_collapses_alone_and_not_with_a_store_or_admission(sess
     found = make_budget(320_000, 200, 320_000)
     alone, redis, both = (run(p, 24, found, sessions) for p in ("sglang", "redis", "redis+admission"))
     admitted = run("admission", 24, found, sessions)
-    assert alone.hit_ratio < 0.2 and alone.prefill_busy > 0.9
+    assert alone.hit_ratio < 0.2 and alone.prefill_busy > 0.7
     assert redis.hit_ratio > 0.9 and redis.hit_store > 0.3
     assert both.hit_ratio > 0.9 and both.turns_per_hour > 0.9 * redis.turns_per_hour
     assert admitted.hit_ratio > 2 * alone.hit_ratio and admitted.waited > 0
