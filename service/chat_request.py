@@ -11,6 +11,7 @@ from typing import Any, Final
 from cache_store.retention import TtlClass
 from service.conversation import Conversation
 from service.fields import Fields
+from service.images import image_part
 from service.sampling import Sampling, read_sampling
 
 EFFORTS: Final[Mapping[str, str]] = {
@@ -24,6 +25,7 @@ EFFORTS: Final[Mapping[str, str]] = {
 """K3 knows low, high and max; OpenAI's other words go to the nearest, upwards. `none` turns thinking off."""
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+_SEEING_ROLES: Final = ("user", "tool")
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
 
 
@@ -122,16 +124,22 @@ def _content(entry: Fields) -> str | list[dict[str, Any]] | None:
         return content
     if not isinstance(content, list):
         raise entry.error("content", "must be a string, an array of parts, or null.")
-    return [_part(part) for part in entry.entries("content")]
+    sees = entry.values.get("role") in _SEEING_ROLES
+    return [_part(part, sees=sees) for part in entry.entries("content")]
 
 
-def _part(part: Fields) -> dict[str, Any]:
+def _part(part: Fields, *, sees: bool) -> dict[str, Any]:
     kind = part.required_string("type")
+    if kind == "image_url" and sees:
+        image = part.nested("image_url")
+        if image is None:
+            raise part.error("image_url", "is required: give an object with url.")
+        return image_part(image, "url", image.required_string("url"))
     name = "refusal" if kind == "refusal" else "text"
     if kind not in _TEXT_PARTS and kind != "refusal":
         raise part.error(
             "type",
-            f"parts of type {kind[:40]!r} are not supported: send text parts.",
+            f"parts of type {kind[:40]!r} are not supported here: send text parts.",
             code="unsupported_content",
         )
     text = part.string(name)

@@ -44,6 +44,7 @@ class EngineInfo:
     context_tokens: the model's context length, as clients are told.
     max_prompt_tokens: the longest prompt that is taken.
     max_request_tokens: prompt and output together; smaller than the context where the KV pool is.
+    vision: whether it takes images.
     room: what its device holds; None where it doesn't say.
     """
 
@@ -53,6 +54,7 @@ class EngineInfo:
     max_request_tokens: int
     version: str
     room: Room | None = None
+    vision: bool = False
 
     def __post_init__(self) -> None:
         assert 0 < self.max_prompt_tokens < self.max_request_tokens <= self.context_tokens
@@ -122,6 +124,7 @@ class Engine:
             try:
                 request_tokens = int(answer["max_req_input_len"]) + _REQUEST_SLACK_TOKENS
                 models = await self._get_json("/v1/models")
+                model = await self._get_json("/model_info", optional=True)
                 self._info = EngineInfo(
                     model=str(answer["served_model_name"]),
                     context_tokens=int(models["data"][0]["max_model_len"]),
@@ -129,6 +132,7 @@ class Engine:
                     max_request_tokens=request_tokens,
                     version=str(answer["version"]),
                     room=_read_room(answer),
+                    vision=bool(model.get("has_image_understanding")),
                 )
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 log.error("the engine's /server_info is not SGLang's: %r", error)
@@ -241,12 +245,15 @@ class Engine:
         except _FAULTS as error:
             log.warning("rid %s: not aborted: %r", rid, error)
 
-    async def _get_json(self, path: str) -> Any:
+    async def _get_json(self, path: str, *, optional: bool = False) -> Any:
+        """What a path answers; nothing where the engine need not have it."""
         try:
             async with self._client.get(self._url.joinpath(path[1:]), timeout=_CONTROL) as answer:
                 status, content = answer.status, await answer.read()
         except _FAULTS as error:
             raise self._unavailable(path, error) from None
+        if status == 404 and optional:
+            return {}
         if status != 200:
             log.warning("the engine answers %s with %d", path, status)
             raise EngineUnavailable

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from typing import Final
 
 from service.admission import Admission, AdmissionSettings, Demand, Stay
@@ -51,7 +52,10 @@ class Engines:
         return sorted(self.engines, key=lambda engine: _weight(engine.name, key), reverse=True)
 
     async def info(self) -> EngineInfo:
-        """What is served, with the limits of the smallest engine that is there. Raises EngineUnavailable."""
+        """What is served: the limits of the smallest engine that is there, and vision if all of them have it.
+
+        Raises EngineUnavailable.
+        """
         found: list[EngineInfo] = []
         for engine in sorted(self.engines, key=lambda engine: not engine.available):
             if found and not engine.available:
@@ -62,7 +66,8 @@ class Engines:
                 continue
         if not found:
             raise EngineUnavailable
-        return min(found, key=lambda info: info.max_request_tokens)
+        smallest = min(found, key=lambda info: info.max_request_tokens)
+        return replace(smallest, vision=all(info.vision for info in found))
 
     async def ready(self) -> bool:
         """Whether any engine takes requests now."""

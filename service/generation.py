@@ -23,6 +23,7 @@ class Generation:
     """One request to `/generate`. `ids` are the prompt, `sampling` SGLang's `sampling_params`.
 
     highest: the highest of the ids, where their source knows it; looking for it takes milliseconds.
+    images: data URLs, one for each `<|media_pad|>` of the ids.
     """
 
     rid: str
@@ -31,6 +32,7 @@ class Generation:
     cache_salt: str
     top_logprobs: int | None = None
     highest: int | None = None
+    images: Sequence[str] = ()
 
     def body(self) -> bytes:
         """The JSON body."""
@@ -41,6 +43,8 @@ class Generation:
             "cache_salt": self.cache_salt,
             "stream": True,
         }
+        if self.images:
+            body["image_data"] = self.images
         if self.top_logprobs is not None:
             body["return_logprob"] = True
             body["top_logprobs_num"] = self.top_logprobs
@@ -65,6 +69,7 @@ class Chunk:
     cached_device_tokens: int = 0
     cached_host_tokens: int = 0
     cached_storage_tokens: int = 0
+    prompt_tokens: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
@@ -83,6 +88,7 @@ def read_chunk(event: Mapping[str, Any]) -> Chunk:
             cached_device_tokens=int(details.get("device", 0)),
             cached_host_tokens=int(details.get("host", 0)),
             cached_storage_tokens=int(details.get("storage", 0)),
+            prompt_tokens=int(meta.get("prompt_tokens") or 0),
             logprobs=_read_logprobs(meta),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -124,5 +130,9 @@ def refusal(status: int, text: str) -> ServiceError:
             "The schema can't be enforced: the engine has no grammar for it. Simplify the tool's parameters "
             "or the response_format's schema (plain types, enum, required, items).",
             code="invalid_schema",
+        )
+    if status == 400 and "image" in text.lower():
+        return InvalidRequest(
+            "An image can't be read: it must be a whole PNG, JPEG, GIF or WebP.", code="invalid_image"
         )
     return EngineFailed()

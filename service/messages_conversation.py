@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
 
 from service.fields import Fields
+from service.images import image_part
 
 BILLING_HEADER: Final = "x-anthropic-billing-header"
 """How the first system block of Claude Code begins. It differs between releases and requests."""
@@ -132,7 +133,7 @@ class ConversationReader:
                 yield self._tool_result(block)
             else:
                 yield from self._declaration()
-                parts.append({"type": "text", "text": self._text(block)})
+                parts.append(self._part(block))
         yield from self._declaration()
         if parts or not blocks:
             yield {"role": "user", "content": parts}
@@ -146,7 +147,7 @@ class ConversationReader:
             )
         block.boolean("is_error")
         self.cache_control(block)
-        return {"role": "tool", "tool_call_id": id, "content": self._parts(block, references=True)}
+        return {"role": "tool", "tool_call_id": id, "content": self._parts(block, results=True)}
 
     def _declaration(self) -> Iterator[dict[str, Any]]:
         """The tools that results have referred to since the last time."""
@@ -200,15 +201,33 @@ class ConversationReader:
         self._call_ids.add(id)
         return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
-    def _parts(self, entry: Fields, *, references: bool = False) -> str | list[dict[str, Any]]:
+    def _parts(self, entry: Fields, *, results: bool = False) -> str | list[dict[str, Any]]:
         content = entry.values.get("content")
         if content is None or isinstance(content, str):
             return content or ""
         parts: list[dict[str, Any]] = []
         for block in entry.entries("content"):
-            refers = references and block.string("type") == "tool_reference"
-            parts.append({"type": "text", "text": self._reference(block) if refers else self._text(block)})
+            if results and block.string("type") == "tool_reference":
+                parts.append({"type": "text", "text": self._reference(block)})
+            elif results:
+                parts.append(self._part(block))
+            else:
+                parts.append({"type": "text", "text": self._text(block)})
         return parts
+
+    def _part(self, block: Fields) -> dict[str, Any]:
+        """A block that a user or a tool may send: text or an image."""
+        if block.string("type") != "image":
+            return {"type": "text", "text": self._text(block)}
+        source = block.nested("source")
+        if source is None:
+            raise block.error("source", "is required: give an object of type base64.")
+        kind = source.string("type", choices=("base64", "url"))
+        self.cache_control(block)
+        if kind == "url":
+            return image_part(source, "url", source.required_string("url"))
+        media_type = source.required_string("media_type")
+        return image_part(source, "data", f"data:{media_type};base64,{source.required_string('data')}")
 
     def _text(self, block: Fields) -> str:
         kind = block.required_string("type")

@@ -53,6 +53,7 @@ class Metrics:
         )
         self.fallbacks = self._counter("fallbacks", "Prompts rendered without the ledger.", "reason")
         self.replaced_images = self._counter("replaced_images", "Images that a text stood in for.")
+        self.images = self._counter("images", "Images that were passed on to the engine.")
         self.divergences = self._counter(
             "divergences", "Prompts whose history differs from what is recorded."
         )
@@ -86,6 +87,8 @@ class Metrics:
             self.restored.labels("reasoning").inc(prompt.restored_reasoning)
         if prompt.restored_ids:
             self.restored.labels("call_ids").inc(prompt.restored_ids)
+        if prompt.images:
+            self.images.inc(len(prompt.images))
         if prompt.fallback is not None:
             self.fallbacks.labels(prompt.fallback).inc()
         if prompt.divergence is not None:

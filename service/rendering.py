@@ -29,6 +29,9 @@ _CLOSING_TAG: Final = 3
 _END: Final = _CLOSING_TAG + 1
 """Segments that end a message: its closing tag and `<|end_of_msg|>`."""
 _HEADS_KEPT: Final = 32
+_UNRESOLVED: Final = (IMAGE_PLACEHOLDER, True)
+IMAGE: Final = "<|media_pad|>"
+"""The prompt of an image, from which SGLang makes as many tokens as the image has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Renderer:
 
     def __init__(self, tokenizer: K3Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self.image_id = tokenizer.markup[IMAGE]
         self._head_ids = lru_cache(_HEADS_KEPT)(self._encode_head)
 
     def render(self, conversation: Conversation, head: bytes, start: int) -> Rendered:
@@ -98,9 +102,8 @@ def _messages(messages: Sequence[Message], start: int, thinking: bool) -> list[S
     except EncodingError as error:
         field = re.sub(r"^messages\[(\d+)\]", lambda found: f"messages[{int(found[1]) + start}]", error.field)
         raise EncodingError(field, error.problem) from error
-    if (IMAGE_PLACEHOLDER, True) in segments:
-        raise EncodingError("messages", "have images, which have no tokens here; send text alone")
-    return segments
+    # An image's part alone is markup: text that spells the placeholder stays text.
+    return [(IMAGE, True) if segment == _UNRESOLVED else segment for segment in segments]
 
 
 def _opening(conversation: Conversation) -> tuple[list[Segment], Literal["think", "response"]]:

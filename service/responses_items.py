@@ -20,6 +20,7 @@ from typing import Any, Final
 from service.conversation import Message
 from service.errors import InvalidRequest
 from service.fields import Fields
+from service.images import image_part
 
 Item = dict[str, Any]
 
@@ -97,7 +98,8 @@ def _read_message(entry: Fields) -> Item:
     if not isinstance(content, list):
         raise entry.error("content", "must be a string or an array of parts.")
     kind = "output_text" if role == "assistant" else "input_text"
-    parts = [_text_part(part, kind) for part in entry.entries("content")]
+    read = _seen_part if role == "user" else _text_part
+    parts = [read(part, kind) for part in entry.entries("content")]
     return {"type": "message", "role": role, "content": parts}
 
 
@@ -109,6 +111,17 @@ def _message_item(role: str, text: str) -> Item:
 def _part(kind: str, text: str) -> dict[str, Any]:
     annotated: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
     return {"type": kind, "text": text, **annotated}
+
+
+def _seen_part(part: Fields, kind: str) -> dict[str, Any]:
+    """A text or an image."""
+    if part.string("type") != "input_image":
+        return _text_part(part, kind)
+    if part.values.get("file_id") is not None:
+        raise part.error("file_id", "is not supported: send image_url.", code="unsupported_content")
+    url = part.required_string("image_url")
+    image_part(part, "image_url", url)
+    return {"type": "input_image", "image_url": url, "detail": part.string("detail") or "auto"}
 
 
 def _text_part(part: Fields, kind: str) -> dict[str, Any]:
@@ -147,8 +160,8 @@ def _output(entry: Fields) -> str | list[dict[str, Any]]:
     if isinstance(output, str):
         return output
     if not isinstance(output, list):
-        raise entry.error("output", "must be a string or an array of text parts.")
-    return [_text_part(part, "input_text") for part in entry.entries("output")]
+        raise entry.error("output", "must be a string or an array of parts.")
+    return [_seen_part(part, "input_text") for part in entry.entries("output")]
 
 
 def tool_name(name: str, namespace: str | None) -> str:
@@ -242,14 +255,17 @@ def _reasoning(item: Item, unseal: Callable[[str], str | None]) -> str:
 def _message(item: Item) -> dict[str, Any]:
     if item["type"] == "function_call_output":
         output = item["output"]
-        content = output if isinstance(output, str) else [_chat_text(part) for part in output]
+        content = output if isinstance(output, str) else [_chat_part(part) for part in output]
         return {"role": "tool", "tool_call_id": item["call_id"], "content": content}
     role = "system" if item["role"] == "developer" else item["role"]
-    parts = [_chat_text(part) for part in item["content"]]
-    return {"role": role, "content": parts[0]["text"] if len(parts) == 1 else parts}
+    parts = [_chat_part(part) for part in item["content"]]
+    alone = len(parts) == 1 and parts[0]["type"] == "text"
+    return {"role": role, "content": parts[0]["text"] if alone else parts}
 
 
-def _chat_text(part: Mapping[str, Any]) -> dict[str, Any]:
+def _chat_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    if part["type"] == "input_image":
+        return {"type": "image", "image": part["image_url"]}
     return {"type": "text", "text": part["text"]}
 
 

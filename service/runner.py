@@ -22,6 +22,7 @@ from service.conversation import Completion, Conversation, Usage
 from service.engines import Engines
 from service.errors import InvalidRequest, QuotaExceeded, TooManyTurns
 from service.generation import Chunk, Generation
+from service.images import refusal
 from service.metrics import Metrics
 from service.quotas import Hold, Quotas
 from service.reader import MessageReader, Step
@@ -143,7 +144,8 @@ class Turn:
 
     def _usage(self, chunk: Chunk) -> Usage:
         return Usage(
-            prompt_tokens=len(self.prompt.ids),
+            # How many tokens an image is, the engine says.
+            prompt_tokens=(chunk.prompt_tokens if self.prompt.images else 0) or len(self.prompt.ids),
             cached_device_tokens=chunk.cached_device_tokens,
             cached_host_tokens=chunk.cached_host_tokens,
             cached_storage_tokens=chunk.cached_storage_tokens,
@@ -199,9 +201,11 @@ class TurnRunner:
             held.enter_context(self.metrics.running.track_inprogress())
             info = await self._engines.info()
             prompt = await self._prepare(request)
+            if prompt.images and not info.vision:  # of an earlier response
+                raise refusal("input", "input_image")
             self._announce(request, prompt)
             room_tokens = output_room(
-                len(prompt.ids),
+                prompt.most_tokens,
                 max_prompt_tokens=info.max_prompt_tokens,
                 max_request_tokens=info.max_request_tokens,
                 context_tokens=info.context_tokens,
@@ -222,6 +226,7 @@ class TurnRunner:
                 cache_salt=request.tenant.cache_salt,
                 top_logprobs=request.sampling.top_logprobs,
                 highest=prompt.highest,
+                images=prompt.images,
             )
             reader = MessageReader(
                 self._tokenizer, prompt.channel, request.sampling, single_call=request.single_call
@@ -230,7 +235,7 @@ class TurnRunner:
                 rid=generation.rid,
                 tenant=request.tenant.name,
                 session=(place := _place(prompt)),
-                prompt_tokens=len(prompt.ids),
+                prompt_tokens=prompt.most_tokens,
                 output_tokens=sampling["max_new_tokens"],
                 priority=request.priority,
             )
@@ -244,10 +249,13 @@ class TurnRunner:
         await self._engines.abort(rid)
 
     async def count(self, request: TurnRequest) -> int:
-        """How many tokens the prompt has that `start` would send. Raises InvalidRequest, QuotaExceeded."""
+        """How many tokens the prompt has that `start` would send, with images at most so many.
+
+        Raises InvalidRequest and QuotaExceeded.
+        """
         with self._counting_refusals(request.tenant):
             await self.quotas.take_request(request.tenant)
-        return len((await self._assemble(request)).ids)
+        return (await self._assemble(request)).most_tokens
 
     async def record(self, tenant: Tenant, prompt: Prompt, completion: Completion) -> bool:
         """Record a turn and count it; whether the ledger has acknowledged it."""

@@ -22,7 +22,7 @@ from cache_store.retention import TtlClass
 from cache_store.turn import Turn
 from cache_store.version import Ancestor, Version
 from model.tokenizer import K3Tokenizer
-from service import marks
+from service import images, marks
 from service.ancestry import AncestorSearch, Ancestry
 from service.channels import Channel
 from service.conversation import Completion, Conversation, Message
@@ -77,9 +77,10 @@ class Prompt:
     parent: key of the turn that is continued, or None; `continued_tokens` of `ids` come from it.
     restored_reasoning: assistant messages whose reasoning the client dropped and the ledger gave back.
     restored_ids: tool calls whose ids the client had rewritten.
-    fallback: why the ledger had no say (`ledger_unavailable`, `foreign_tokens`), or None.
+    fallback: why the ledger had no say (`ledger_unavailable`, `foreign_tokens`, `image_tokens`), or None.
     divergence: which message differs first from what is recorded, and how; None when nothing does.
     highest: the highest of `ids`; those of a recorded turn are compared with its own when it is decoded.
+    images: data URLs, one for each `<|media_pad|>` of `ids`, which the engine expands.
     """
 
     ids: TokenIds
@@ -92,7 +93,13 @@ class Prompt:
     fallback: str | None
     divergence: str | None
     highest: int
+    images: tuple[str, ...]
     context: TurnContext = field(repr=False, compare=False)
+
+    @property
+    def most_tokens(self) -> int:
+        """As many tokens as the prompt has, or more: what an image takes is known to the engine alone."""
+        return len(self.ids) + images.MOST_TOKENS * len(self.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +157,10 @@ class Turns:
             ancestry, fallback = Ancestry(), "ledger_unavailable"
         if any(turn.highest >= self._vocab_size for turn in ancestry.path):
             ancestry, fallback = Ancestry(), "foreign_tokens"
+        ordered = [messages[place] for place in digests.places]
+        shown = tuple(images.images_of(ordered))
+        if shown and self._image_places(ancestry) != len([*images.images_of(ordered[: ancestry.messages])]):
+            ancestry, fallback = Ancestry(), "image_tokens"  # the model has sampled one
         covered = ancestry.messages
         if _text_length(conversation.messages[covered:]) > _THREAD_CHARS or not covered:
             rendered = await asyncio.to_thread(
@@ -171,6 +182,7 @@ class Turns:
             fallback=fallback,
             divergence=ancestry.divergence,
             highest=max(itertools.chain(rendered.ids, (turn.highest for turn in path))),
+            images=shown,
             context=TurnContext(
                 tenant=tenant,
                 session=session or (path[-1].session if path else None),
@@ -235,6 +247,11 @@ class Turns:
         )
         stored = await self._ledger.append(context.tenant, turn, version, context.path if renew else ())
         return Recorded(prompt.turn, stored)
+
+    def _image_places(self, ancestry: Ancestry) -> int:
+        """How many images the engine would look for in recorded tokens."""
+        tokens = (turn.tokens(keep_tail=self._keep_tails) for turn in ancestry.path)
+        return sum(ids.count(self._renderer.image_id) for ids in tokens)
 
     def _salt(self, tenant: str) -> bytes:
         return self._tokenizer_digest + tenant.encode()

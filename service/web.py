@@ -16,7 +16,7 @@ from service.engine_watch import EngineWatch
 from service.engines import Engines
 from service.errors import BodyStalled, BodyTooLarge
 from service.fields import Fields, parse_object
-from service.images import replace_images
+from service.images import first_image, refusal, replace_images
 from service.metrics import Metrics
 from service.responses_store import ResponseStore
 from service.runner import TurnRunner
@@ -31,7 +31,7 @@ class Service:
 
     sampling_defaults: for what a request leaves out, from the checkpoint. max_body_bytes: longest body read.
     ping_interval_s: longest silence within a stream. stall_s: how long a client may take nothing of it.
-    replace_images: put a text where a conversation has images, instead of refusing it.
+    replace_images: put a text where a conversation has images that no engine can see, instead of refusing it.
     """
 
     engines: Engines
@@ -101,13 +101,16 @@ async def read_body(request: Request) -> bytes:
 
 
 async def read_fields(request: Request) -> Fields:
-    """The body's JSON object, its images replaced by text where that is wanted.
+    """The body's JSON object; where no engine has vision, its images are refused or replaced by text.
 
-    Raises as `read_body` and `parse_object`.
+    Raises as `read_body` and `parse_object`, and InvalidRequest or EngineUnavailable where it has images.
     """
     fields = parse_object(await read_body(request))
     service = service_of(request)
-    if service.replace_images and (count := replace_images(fields.values)):
+    if (image := first_image(fields.values)) is not None and not (await service.engines.info()).vision:
+        if not service.replace_images:
+            raise refusal(*image)
+        count = replace_images(fields.values)
         record_of(request.scope).replaced_images = count
         service.metrics.replaced_images.inc(count)
     return fields
@@ -121,6 +124,8 @@ def turn_headers(prompt: Prompt) -> dict[str, str]:
         "x-longhaul-restored": f"reasoning={prompt.restored_reasoning}, ids={prompt.restored_ids}",
     }
     optional = {"parent": prompt.parent, "fallback": prompt.fallback, "divergence": prompt.divergence}
+    if prompt.images:
+        headers["x-longhaul-images"] = str(len(prompt.images))
     for name, value in optional.items():
         if value is not None:
             headers[f"x-longhaul-{name}"] = _header_text(value)
