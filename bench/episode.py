@@ -29,7 +29,6 @@ from model.reference import ReferenceModel
 from model.tasks.lexicon import Split
 from model.tasks.session import Session
 from model.tasks.task import Task, play
-from model.tasks.world import Naming
 from model.tokenizer import K3Tokenizer
 from service.channels import ChannelParser
 from service.conversation import Completion
@@ -62,7 +61,7 @@ class Player:
         self._reference = ReferenceModel.load(model)
         self._tokenizer = K3Tokenizer.load(model)
         rng = Random(f"episode/{seed}")
-        self._session = Session.draw(rng, Split.HELD_OUT, Naming.uniform(rng))
+        self._session = Session.draw(rng, Split.HELD_OUT)
         self._ids = self._tokenizer.encode_segments(head_segments(self._session.environment.schema()))
         self._turns: list[Turn] = []
         self._after_call: list[int] = []

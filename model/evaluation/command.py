@@ -1,7 +1,4 @@
-"""`longhaul model eval`: held-out episodes through the gateway, by the openai package.
-
-In an episode all look-up tools are named alike (`get_river(id)`, `get_pine(id)`), unless told otherwise.
-"""
+"""`longhaul model eval`: held-out episodes through the gateway, by the openai package."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from model.tasks.environment import Environment, World
 from model.tasks.lexicon import Split
 from model.tasks.session import Session
 from model.tasks.task import Fact, Task
-from model.tasks.world import MIXED, Naming, draw
+from model.tasks.world import draw
 
 if TYPE_CHECKING:
     from openai import OpenAI  # not for `--help`, nor where a model is only trained
@@ -53,11 +50,6 @@ def add_arguments(actions: Any) -> None:
     )
     parser.add_argument(
         "--turns", type=int, default=40, help="between fact and question (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--mixed-names",
-        action="store_true",
-        help="let look-up tools differ in their names (get_, find_ ...) and arguments (id, key ...)",
     )
     parser.add_argument("--parallel", type=int, default=8, help="at once (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the episodes (default: %(default)s)")
@@ -116,11 +108,11 @@ def evaluate(at: Endpoints, args: argparse.Namespace) -> dict[str, Any]:
     work: list[Callable[[], _Episode]] = []
     for n in range(args.sessions):  # long ones first
         rng = Random(f"{args.seed}/long/{n}")
-        work.append(_Long(gateway, engine, rng, args.turns, _naming(rng, args), progress).play)
+        work.append(_Long(gateway, engine, rng, args.turns, progress).play)
         progress.tasks += args.turns + len(_TOLD)
     for n in range(args.episodes):
         rng = Random(f"{args.seed}/short/{n}")
-        session = Session.draw(rng, Split.HELD_OUT, _naming(rng, args))
+        session = Session.draw(rng, Split.HELD_OUT)
         tasks = rng.randrange(1, _MOST_TASKS + 1)
         work.append(lambda session=session, tasks=tasks: _short(gateway, session, tasks, progress))
         progress.tasks += tasks
@@ -131,10 +123,6 @@ def evaluate(at: Endpoints, args: argparse.Namespace) -> dict[str, Any]:
         lines = (json.dumps({"kind": j.kind, "answer": j.answer, "reasoning": j.reasoning}) for j in failed)
         args.failures.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return _summary(episodes[args.sessions :], episodes)
-
-
-def _naming(rng: Random, args: argparse.Namespace) -> Naming:
-    return MIXED if args.mixed_names else Naming.uniform(rng)
 
 
 @dataclass(slots=True)
@@ -184,12 +172,11 @@ class _Long:
     engine: OpenAI
     rng: Random
     turns: int
-    naming: Naming
     progress: Progress
 
     def play(self) -> _Episode:
         """Play it, and ask with the ledger and without."""
-        world = draw(self.rng, Split.HELD_OUT, self.naming)
+        world = draw(self.rng, Split.HELD_OUT)
         conversation = Conversation(self.client, Environment(world))
         judgements: list[Judgement] = []
         facts: list[Fact] = []

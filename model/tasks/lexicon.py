@@ -40,7 +40,16 @@ CITIES: Final = _LISTS["cities"]
 
 FIELDS: Final = _LISTS["fields"]
 
-VERBS: Final = ("get", "fetch", "lookup", "query", "find", "check")
+THINGS: Final = _LISTS["things"]
+"""What tools of real services are about."""
+
+VERBS: Final = (
+    "get", "fetch", "lookup", "query", "find", "check", "search", "show", "load", "describe", "retrieve",
+    "request",
+)  # fmt: skip
+_ONSETS, _NUCLEI = _LISTS["onsets"], _LISTS["nuclei"]
+_CODAS: Final = ("", "", "", *_LISTS["codas"])
+_COINED_SHARE: Final = 0.2
 EXTENSIONS: Final = ("py", "toml", "cfg", "ini", "txt", "yaml")
 DIRECTORIES: Final = ("src", "config", "lib", "app", "docs", "data", "tests", "tools")
 _LETTERS: Final = "ABCDEFGHJKLMNPQRSTUVWXYZ"
@@ -96,10 +105,34 @@ def code(rng: Random, split: Split) -> str:
     return text
 
 
+def coin(rng: Random) -> str:
+    """A word that is in no list: what a model copies letter by letter it must not know."""
+    return "".join(
+        rng.choice(_ONSETS) + rng.choice(_NUCLEI) + rng.choice(_CODAS)
+        for _ in range(rng.choice((1, 2, 2, 3)))
+    )
+
+
+def word(rng: Random) -> str:
+    """A word of the list, now and then one that is in none."""
+    return coin(rng) if rng.random() < _COINED_SHARE else rng.choice(WORDS)
+
+
+def fields(rng: Random) -> tuple[str, ...]:
+    """The names of two to four different fields."""
+    return tuple(
+        {
+            coin(rng) if rng.random() < _COINED_SHARE else name: None
+            for name in rng.sample(FIELDS, rng.randrange(2, 5))
+        }
+    )
+
+
 def noun(rng: Random, split: Split) -> str:
     """Draw the noun of a look-up tool: one word, or two joined by an underscore."""
     while True:
-        text = rng.choice(WORDS) if rng.random() < 0.5 else f"{rng.choice(WORDS)}_{rng.choice(WORDS)}"
+        first = rng.choice(THINGS) if rng.random() < 0.4 else word(rng)
+        text = first if rng.random() < 0.6 else f"{first}_{word(rng)}"
         if split_of(text) is split:
             return text
 
@@ -112,9 +145,9 @@ def entity(rng: Random) -> str:
         case 1:
             return rng.choice(NAMES)
         case 2:
-            return f"{rng.choice(WORDS)} {rng.choice(WORDS)}"
+            return f"{word(rng)} {word(rng)}"
         case _:
-            return f"{rng.choice(WORDS)} {rng.randrange(10, 1000)}"
+            return f"{word(rng)} {rng.randrange(10, 1000)}"
 
 
 def path(rng: Random) -> str:

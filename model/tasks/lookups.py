@@ -25,14 +25,25 @@ def _ask(table: Table, entity: str) -> Call:
     return Call(table.tool.name, {table.key: entity})
 
 
+def _quote(table: Table) -> str:
+    """A tool's declaration as K3's head spells it, from the spoken noun to the argument."""
+    noun = f" {table.noun.replace('_', ' ')}"
+    _, _, after = table.tool.description.partition(noun)
+    return f'{noun}{after}","name":"{table.tool.name}","parameters":{{"properties":{{"{table.key}'
+
+
 def _fetch(
     table: Table, field: str, entities: list[str], what: str
 ) -> Generator[Reply, list[str], dict[str, str]]:
-    """Ask for all entities at once, again for those that were busy; the caller sees the last results."""
+    """Ask for all entities at once, again for those that were busy; the caller sees the last results.
+
+    The reasoning quotes the tool's declaration from the noun to the argument: words before a match are hard
+    to find for a model this small, words after it are not.
+    """
     name = table.tool.name
-    each = "" if len(entities) == 1 else ": one call each"
+    each = "" if len(entities) == 1 else " one call each"
     results = yield Reply(
-        f"I need the {field} of {_enumerate(entities)}{what}. I use {name}{each}.",
+        f"I need the {field} of {_enumerate(entities)}{what}. Tool for a{_quote(table)}{each}",
         calls=tuple(_ask(table, entity) for entity in entities),
     )
     known = dict(zip(entities, results, strict=True))

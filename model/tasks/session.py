@@ -53,9 +53,9 @@ class Session:
     calls: int = 0
 
     @classmethod
-    def draw(cls, rng: Random, split: Split, naming: world.Naming = world.MIXED) -> "Session":
+    def draw(cls, rng: Random, split: Split) -> "Session":
         """A fresh session; one in twelve has no tools."""
-        setting = World(()) if rng.random() < 1 / 12 else world.draw(rng, split, naming)
+        setting = World(()) if rng.random() < 1 / 12 else world.draw(rng, split)
         return cls(rng, split, Environment(setting))
 
     def next_task(self) -> Task:

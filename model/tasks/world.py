@@ -1,38 +1,19 @@
 """Draws worlds: which tools there are, and the files, tables and stored values behind them."""
 
-from dataclasses import dataclass
 from random import Random
-from typing import Final, Self
+from typing import Final
 
 from model.tasks import lexicon
 from model.tasks.environment import CALCULATOR, FILE_TOOLS, STORE_TOOLS, Table, Tool, World
 from model.tasks.lexicon import Split
 
 _BUSY_SHARE: Final = 0.06
-_KEYS: Final = ("name", "id", "key")
+_KEYS: Final = ("name", "id", "key", "city", "location", "query", "code", "target")
 
 
-@dataclass(frozen=True, slots=True)
-class Naming:
-    """How look-up tools are named: a verb before the noun; the argument, at times by the noun as well."""
-
-    verbs: tuple[str, ...] = lexicon.VERBS
-    keys: tuple[str, ...] = _KEYS
-    has_noun_keys: bool = True
-
-    @classmethod
-    def uniform(cls, rng: Random) -> Self:
-        """One verb and one name of the argument for all tools."""
-        return cls((rng.choice(lexicon.VERBS),), (rng.choice(_KEYS),), False)
-
-
-MIXED: Final = Naming()
-"""Every tool as it comes."""
-
-
-def draw(rng: Random, split: Split, naming: Naming = MIXED) -> World:
+def draw(rng: Random, split: Split) -> World:
     """A world with file tools, store, calculator and look-up tables, or some of them."""
-    drawn = (_table(rng, split, naming) for _ in range(rng.choice((1, 1, 2, 2, 3))))
+    drawn = (_table(rng, split) for _ in range(rng.choice((1, 1, 2, 2, 3))))
     tables = {table.tool.name: table for table in drawn}
     tools = [table.tool for table in tables.values()]
     has_files, has_store = rng.random() < 0.7, rng.random() < 0.7
@@ -53,16 +34,15 @@ def draw(rng: Random, split: Split, naming: Naming = MIXED) -> World:
     return world
 
 
-def _table(rng: Random, split: Split, naming: Naming) -> Table:
+def _table(rng: Random, split: Split) -> Table:
     noun = lexicon.noun(rng, split)
-    fields = tuple(rng.sample(lexicon.FIELDS, rng.randrange(2, 5)))
-    own_key = (noun.rpartition("_")[2],) if naming.has_noun_keys else ()
-    key = rng.choice((*naming.keys, *own_key))
+    fields = lexicon.fields(rng)
+    key = rng.choice((*_KEYS, noun.rpartition("_")[2]))
     spoken = noun.replace("_", " ")
     description = rng.choice(
         (f"Look up a {spoken}: {', '.join(fields)}.", f"Returns {', '.join(fields)} of a {spoken}.")
     )
-    tool = Tool(f"{rng.choice(naming.verbs)}_{noun}", description, {key: f"which {spoken}"})
+    tool = Tool(f"{rng.choice(lexicon.VERBS)}_{noun}", description, {key: f"which {spoken}"})
     rows = {
         lexicon.entity(rng): {
             field: lexicon.number(rng, split) if rng.random() < 0.3 else lexicon.value(rng, split)

@@ -72,5 +72,5 @@ def test_it_calls_a_tool(checkpoint: Path) -> None:
     tokenizer = K3Tokenizer.load(checkpoint)
     question = {"role": "user", "content": "What is the depth of harbor Oslo?"}
     ids = tokenizer.encode_segments(conversation_segments([question], [HARBOR.declaration()]))
-    written = tokenizer.decode([step.token for step in ReferenceModel.load(checkpoint).greedy(ids, 60)])
+    written = tokenizer.decode([step.token for step in ReferenceModel.load(checkpoint).greedy(ids, 90)])
     assert 'call tool="get_harbor"' in written and 'argument key="name" type="string"<|sep|>Oslo<' in written

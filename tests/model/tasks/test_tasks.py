@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.tasks import lexicon, talk, world
+from model.encoding import head_segments
+from model.tasks import lexicon, talk
 from model.tasks.environment import CALCULATOR, FILE_TOOLS, STORE_TOOLS, Environment, World, calls_of
 from model.tasks.lexicon import Split, split_of
 from model.tasks.session import Session
@@ -121,9 +122,28 @@ def test_calls_that_fit_no_schema_are_invalid(environment: Environment, tool: st
     assert not outcome.is_valid and outcome.text.startswith("error: ")
 
 
-def test_look_up_tools_are_named_alike_when_asked() -> None:
-    for seed in range(40):
-        rng = Random(seed)
-        drawn = world.draw(rng, Split.HELD_OUT, world.Naming.uniform(rng))
-        assert len({name.partition("_")[0] for name in drawn.tables}) == 1
-        assert len({table.key for table in drawn.tables.values()}) == 1
+def test_coined_words_are_in_no_list_and_nouns_belong_to_their_split() -> None:
+    rng = Random(3)
+    words = [lexicon.word(rng) for _ in range(400)]
+    coined = [word for word in words if word not in lexicon.WORDS]
+    assert 40 < len(coined) < 130 and all(word.isalpha() and word.islower() for word in coined)
+    for split in Split:
+        nouns = [lexicon.noun(rng, split) for _ in range(60)]
+        assert all(split_of(noun) is split for noun in nouns)
+        assert any(noun.partition("_")[0] in lexicon.THINGS for noun in nouns)
+
+
+def test_reasoning_quotes_the_declaration_of_the_tool_it_calls() -> None:
+    quoted = 0
+    for seed in range(30):
+        session = Session.draw(Random(seed), Split.TRAIN)
+        head = "".join(text for text, _ in head_segments(session.environment.schema()))
+        for _, messages in zip(range(10), session.messages(), strict=False):
+            for message in messages:
+                _, found, quote = message.get("reasoning_content", "").partition(" Tool for a")
+                if found:
+                    assert quote.removesuffix(" one call each") in head
+                    (name, arguments), *_ = calls_of(message)
+                    assert f'"name":"{name}"' in quote and f'"{next(iter(json.loads(arguments)))}' in quote
+                    quoted += 1
+    assert quoted > 40
