@@ -1,9 +1,10 @@
 """Which sessions may have KV on the device: a place each, kept while their tools run.
 
-A session whose turn is due takes a place when its working set fits beside those of the others, which
-together may take `share` of the device. It keeps the place through gaps. Where there is none, the turn waits
-in the order of arrival, until a session ends, or one has been idle for longer than `hold_s`: that one gives
-its place up. So does one that is idle when others have outgrown the room. With a store `hold_s` may be short,
+The gateway's policy (`service.admission`), for one tenant. A session whose turn is due takes a place when its
+working set fits beside those of the others, which together may take `share` of the device. It keeps the place
+through gaps. Where there is none, the turn waits in the order of arrival, until one has been idle for longer
+than `hold_s`: that one gives its place up. So does the one that is idle longest, and is evicted first, when
+others have outgrown the room. That a session has ended, nobody says. With a store `hold_s` may be short,
 since the session comes back at the price of a restore, and a turn that would wait longer than its restore
 takes runs at once without a place.
 """
@@ -75,13 +76,6 @@ class Admission:
                 self._idle[session] = self.events.now_s
         self._serve()
 
-    def leave(self, session: int) -> None:
-        """The session has ended."""
-        if self._placed.pop(session, None) is not None:
-            self._count_freed()
-        self._idle.pop(session, None)
-        self._serve()
-
     def _count_freed(self) -> None:
         """Follow how long it takes until the next place is free."""
         now_s = self.events.now_s
@@ -108,9 +102,9 @@ class Admission:
         return True
 
     def _take_back(self) -> None:
-        """Where sessions have outgrown the room, the one that became idle last gives its place up."""
+        """Where sessions have outgrown the room, the one that is idle longest gives its place up."""
         while self._idle and sum(self._placed.values()) > self.share * self.budget.kv_tokens:
-            session, _ = self._idle.popitem()
+            session, _ = self._idle.popitem(last=False)
             del self._placed[session]
             self._count_freed()
 

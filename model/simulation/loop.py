@@ -150,6 +150,4 @@ class _Run:
         if parent is not None and parent in self.joins:
             self.joins.pop(parent)()
         if not self.live:
-            if self.loop.admission is not None:
-                self.loop.admission.leave(self.number)
             self.ended()

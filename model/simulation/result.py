@@ -85,7 +85,7 @@ class Settings:
     start_spacing_s: float = 10.0
     once: bool = False
     share: float = 0.95
-    hold_s: float = 300.0
+    hold_s: float = 120.0
     hold_with_store_s: float = 10.0
     store: StoreSettings = field(default_factory=StoreSettings)
 
