@@ -27,7 +27,7 @@ from replay.calibration import Calibration, mark_tokens, measure
 from replay.client import ChatClient
 from replay.errors import EndpointError, ReplayError
 from replay.html import page
-from replay.layout import Planner
+from replay.layout import NO_OVERHEAD, Planner
 from replay.metrics import Counters
 from replay.progress import ReplayProgress
 from replay.record import Record
@@ -199,7 +199,11 @@ async def _replay(args: argparse.Namespace, sessions: list[Session], api_key: st
         with ReplayProgress(turns, console) as progress:
             replay = Replay(
                 client=client,
-                planner=Planner(scale, calibration.overhead),
+                planner=Planner(
+                    scale,
+                    calibration.overhead if rules.count_template else NO_OVERHEAD,
+                    rules.cut_tails,
+                ),
                 words=words,
                 pace=pace,
                 clock=clock,

@@ -22,6 +22,7 @@ fork cuts a message, prompts share what the blocks say, give or take the markup 
 import bisect
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Final
 
 from replay.scale import Scale
 from replay.trace import Request, Session
@@ -44,6 +45,10 @@ class Overhead:
     def of(self, role: str) -> int:
         """The tokens around a message of this role."""
         return {SYSTEM: self.system, USER: self.user, ASSISTANT: self.assistant}[role]
+
+
+# What is planned is then the text alone.
+NO_OVERHEAD: Final = Overhead(system=0, user=0, assistant=0, prompt=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -135,10 +140,15 @@ def common_prefix(left: tuple[int, ...], right: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Plans the sessions of one run."""
+    """Plans the sessions of one run.
+
+    With `cut_tails` a session that goes on keeps its last message only as far as the last full block, as
+    AgentX does: what lies behind is in no later prompt.
+    """
 
     scale: Scale
     overhead: Overhead
+    cut_tails: bool = False
     shared: Scope = field(default_factory=Scope)
 
     def plan(self, session: Session) -> list[list[PlannedRequest]]:
@@ -168,6 +178,8 @@ class Planner:
                     self._fork(branch, nearest, prefix_tokens, tokens)
                 scope.branches.append(branch)
                 current[index] = branch
+            elif self.cut_tails and tokens > branch.tokens:
+                _cut_tail(branch, self.scale.position(len(branch.blocks) * session.block_tokens))
             branch.blocks, branch.tokens = blocks, tokens
             # A prompt that shares its start with another one has that one's head, or like it none.
             head_tokens = 0 if prefix_tokens else self.scale.position(agent.head_tokens)
@@ -230,6 +242,17 @@ class Planner:
             start += length
         messages.append(Message(USER, start, max(end, start + smallest_user), overhead.user, branch))
         branch.messages = tuple(messages)
+
+
+def _cut_tail(branch: Branch, known: int) -> None:
+    """Cut the text of the last message at position `known`, where it has words before that."""
+    last = branch.messages[-1]
+    end = min(last.text_end, known) + last.overhead
+    if end - last.start > last.overhead:
+        branch.messages = (
+            *branch.messages[:-1],
+            Message(last.role, last.start, end, last.overhead, last.branch),
+        )
 
 
 def _extends(branch: Branch, blocks: tuple[int, ...], tokens: int) -> bool:

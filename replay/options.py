@@ -37,6 +37,16 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
     switch = argparse.BooleanOptionalAction
     add("--recycle", action=switch, help="begin ended sessions again (agentx: yes)")
     add("--cache-bust", action=switch, help="mark each run of a session in its first user message")
+    add(
+        "--count-template",
+        action=switch,
+        help="count what the chat template adds among the trace's tokens (agentx: no)",
+    )
+    add(
+        "--cut-tails",
+        action=switch,
+        help="cut a session's last message at its last full block when it goes on (agentx: yes)",
+    )
     add("--overflow-limit", type=not_negative, metavar="SHARE", help="of prompts too long (agentx: 0.01)")
     add(
         "--arrivals",
@@ -65,6 +75,8 @@ def rules(args: argparse.Namespace) -> Rules:
             "system_idle_cap_s": args.system_idle_cap,
             "recycle": args.recycle,
             "cache_bust": args.cache_bust,
+            "count_template": args.count_template,
+            "cut_tails": args.cut_tails,
             "overflow_limit": args.overflow_limit,
             "error_limit": args.error_limit,
         },

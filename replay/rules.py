@@ -5,8 +5,10 @@ random place between a quarter and three quarters of its recording, after up to 
 prompts before that place and outputs of one token; measuring begins when all lanes are warm and lasts an
 hour; ended sessions are followed by others, from their beginning, again and again; gaps are cut to 300 s in a
 tree, and the whole system never idles for more than 10 s; the first user message begins with `[rid:...]`, so
-that a repeated session finds nothing but its system prompt; a run is void with more than 1 % of prompts too
-long for the model, or more than 10 % failures.
+that a repeated session finds nothing but its system prompt; the trace's counts are those of the messages'
+text, to which the chat template adds; a session that goes on keeps its last message only as far as the last
+full block of the trace; a run is void with more than 1 % of prompts too long for the model, or more than 10 %
+failures.
 """
 
 import dataclasses
@@ -23,7 +25,8 @@ class Rules:
     """What a run does beyond sending each session once; times in seconds, limits are shares of requests.
 
     `start_window` are the shares of a session's requests between which lanes begin. `duration_s` counts
-    from the end of warm-up.
+    from the end of warm-up. With `count_template` the trace's counts include what the chat template adds;
+    `cut_tails` is explained in `layout.Planner`.
     """
 
     start_window: tuple[float, float] | None = None
@@ -32,6 +35,8 @@ class Rules:
     system_idle_cap_s: float | None = None
     recycle: bool = False
     cache_bust: bool = False
+    count_template: bool = True
+    cut_tails: bool = False
     overflow_limit: float = 0.01
     error_limit: float = 0.01
 
@@ -52,6 +57,8 @@ AGENTX: Final = Rules(
     system_idle_cap_s=10.0,
     recycle=True,
     cache_bust=True,
+    count_template=False,
+    cut_tails=True,
     error_limit=0.10,
 )
 SCENARIOS: Final[Mapping[str, Rules]] = {"none": Rules(), "agentx": AGENTX}

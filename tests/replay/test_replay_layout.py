@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from replay.filler import Filler
 from replay.formats import read_sessions
-from replay.layout import ASSISTANT, SYSTEM, USER, Overhead, PlannedRequest, Planner, common_prefix
+from replay.layout import (
+    ASSISTANT,
+    NO_OVERHEAD,
+    SYSTEM,
+    USER,
+    Overhead,
+    PlannedRequest,
+    Planner,
+    common_prefix,
+)
 from replay.scale import Scale
 from replay.trace import Agent, Request, Session
 
@@ -90,6 +99,38 @@ def plan(session: Session, scale: Scale, overhead: Overhead) -> list[tuple[Reque
 
 def shared(left: list[str], right: list[str]) -> int:
     return common_prefix(tuple(left), tuple(right))
+
+
+def test_a_tail_is_cut_where_the_session_goes_on():
+    grows = (
+        Request(0.0, 1.0, 2 * BLOCK + 5, 4, (1, 2)),
+        Request(2.0, 1.0, 4 * BLOCK + 3, 4, (1, 2, 3, 4)),
+        Request(4.0, 1.0, 4 * BLOCK + 3, 4, (1, 2, 3, 4)),
+    )
+    session = Session("s", BLOCK, (Agent("root", 0, grows, 0.0, 5.0),))
+
+    def ends(planner):
+        return [[(m.role, m.end) for m in p.messages] for p in planner.plan(session)[0]]
+
+    added = 2 * BLOCK + 4
+    cut = [(USER, 2 * BLOCK), (ASSISTANT, added), (USER, 4 * BLOCK + 3)]
+    assert ends(Planner(Scale(), NO_OVERHEAD, cut_tails=True)) == [[(USER, 2 * BLOCK + 5)], cut, cut]
+    kept = [(USER, 2 * BLOCK + 5), (ASSISTANT, added + 5), (USER, 4 * BLOCK + 3)]
+    assert ends(Planner(Scale(), NO_OVERHEAD)) == [[(USER, 2 * BLOCK + 5)], kept, kept]
+
+
+@given(sessions(), scales)
+def test_cut_tails_leave_the_counts_and_the_shared_blocks(session, scale):
+    planned = Planner(scale, NO_OVERHEAD, cut_tails=True).plan(session)
+    filler = Filler(WORDS, scale, BLOCK, KEY)
+    for plans, whole in zip(planned, Planner(scale, NO_OVERHEAD).plan(session), strict=True):
+        for cut, kept in zip(plans, whole, strict=True):
+            assert cut.prefix_tokens == kept.prefix_tokens
+            assert abs(cut.planned_tokens - cut.input_tokens) <= 2
+            texts = [
+                "".join(filler.text(message) for message in plan.messages).split() for plan in (cut, kept)
+            ]
+            assert texts[0][: cut.prefix_tokens] == texts[1][: cut.prefix_tokens]
 
 
 @given(sessions(), scales)
