@@ -57,6 +57,8 @@ CONTEXT_TOKENS, OUTPUT_TOKENS, TURNS, GAP_S = 1500, 8, 8, 0.6
 # The host tier of the profile holds everything that these sessions come to.
 HOST_TOKENS, HOST_STATES = 2_000_000, 20_000
 ONE_GB = 10**9
+# The profile fetches from one page on.
+STORE = StoreSettings(least_tokens=PAGE_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,25 +190,36 @@ def pools(kv_tokens: int, state_slots: int, running: int, chunk: int, store: boo
     )
 
 
-def simulated(
-    sessions: Sequence[Session], found: Budget, rates: Rates, policy: str, concurrency: int, idle: float
-) -> Point:
-    """Simulate the replay of the sessions."""
-    machine: Machine = dataclasses.replace(
+def machine(rates: Rates) -> Machine:
+    """This machine, as fast as it was in a replay; host memory and Redis are near."""
+    return dataclasses.replace(
         MACHINES["b300-8"],
         prefill_tokens_s=rates.prefill,
         decode_tokens_s=rates.decode,
         host_bytes_s=1e9,
         store_bytes_s=1e9,
     )
+
+
+def simulated(
+    sessions: Sequence[Session], found: Budget, rates: Rates, policy: Policy, concurrency: int, idle: float
+) -> Point:
+    """Simulate the replay of the sessions."""
     turns = sum(session.turns for session in sessions)
-    settings = Settings(turns, once=True, store=StoreSettings(least_tokens=PAGE_TOKENS))
+    settings = Settings(turns, once=True, store=STORE)
     made = scripts(sessions, idle, chunk_tokens=found.chunk_tokens, track_tokens=found.track_tokens)
-    return simulate(machine, found, made, Policy(policy), concurrency, settings)
+    return simulate(machine(rates), found, made, policy, concurrency, settings)
 
 
-def tiers_alone(sessions: Sequence[Session], found: Budget, records: Sequence[Record], idle: float) -> float:
-    """The hit rate of the simulated device tier when each request comes and goes as it did in the replay."""
+def tiers_alone(
+    sessions: Sequence[Session],
+    found: Budget,
+    rates: Rates,
+    policy: Policy,
+    records: Sequence[Record],
+    idle: float,
+) -> float:
+    """The hit rate of the simulated tiers when each request comes and goes as it did in the replay."""
     made = scripts(sessions, idle, chunk_tokens=found.chunk_tokens, track_tokens=found.track_tokens)
     runs = {script.name: (number, script) for number, script in enumerate(made)}
     agents = {
@@ -215,7 +228,7 @@ def tiers_alone(sessions: Sequence[Session], found: Budget, records: Sequence[Re
         for index, agent in enumerate(session.agents)
     }
     events = Events()
-    node = Node(MACHINES["b300-8"], found, events, None)
+    node = Node(machine(rates), found, events, STORE if policy.store else None)
     requests: list[SimulatedRequest] = []
     for record in records:
         if record.answer is None:
@@ -227,22 +240,23 @@ def tiers_alone(sessions: Sequence[Session], found: Budget, records: Sequence[Re
         events.at(record.answer.sent_s, lambda request=request: node.submit(request))
         requests.append(request)
     events.run(lambda: False)
-    node.device.check_integrity()
-    return sum(r.hits[0] for r in requests) / sum(r.call.input_tokens for r in requests)
+    for tier in node.tiers:
+        tier.check_integrity()
+    return sum(sum(r.hits) for r in requests) / sum(r.call.input_tokens for r in requests)
 
 
 def compare(args: argparse.Namespace, sessions: Sequence[Session], folder: Path) -> dict[str, Any]:
     """Boot, replay, simulate."""
     model: Path = (args.model or tiny.build(tiny.default_path()).path).absolute()
-    store = "redis" in args.policy
-    found = pools(args.kv_tokens, args.state_slots, args.running, args.chunk, store)
+    policy = Policy(args.policy)
+    found = pools(args.kv_tokens, args.state_slots, args.running, args.chunk, policy.store)
     idle = IDLE_CAP_S * args.time_scale
     extra = ["--max-total-tokens", str(args.kv_tokens), "--max-mamba-cache-size", str(args.state_slots)]
     extra += ["--max-running-requests", str(args.running), "--chunked-prefill-size", str(args.chunk)]
     rows: list[Compared] = []
     with ExitStack() as stack:
         url = None
-        if store:
+        if policy.store:
             server = RedisProcess(folder)
             server.start()
             stack.callback(server.kill)
@@ -253,7 +267,7 @@ def compare(args: argparse.Namespace, sessions: Sequence[Session], folder: Path)
             engine.flush()
             records = uvloop.run(replayed(engine.url, model, sessions, concurrency, idle))
             real, rates = make_report(records), Rates.of(records)
-            point = simulated(sessions, found, rates, args.policy, concurrency, idle)
+            point = simulated(sessions, found, rates, policy, concurrency, idle)
             total = real.total
             assert total.actual_hit is not None, "the engine reports cached tokens"
             row = Compared(
@@ -262,7 +276,7 @@ def compare(args: argparse.Namespace, sessions: Sequence[Session], folder: Path)
                 errors=total.errors,
                 measured=total.actual_hit,
                 simulated=point.hit,
-                tiers=tiers_alone(sessions, found, records, idle),
+                tiers=tiers_alone(sessions, found, rates, policy, records, idle),
                 theoretical=point.theoretical,
                 measured_s=real.wall_s,
                 simulated_s=point.duration_s,

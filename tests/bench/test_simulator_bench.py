@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.simulator import PAGE_TOKENS, Rates, in_pages
+from bench.simulator import PAGE_TOKENS, Rates, in_pages, pools, tiers_alone
+from model.simulation.result import Policy
+from model.simulation.workload import synthetic
 from replay.client import Answer
 from replay.layout import PlannedRequest
 from replay.record import Record
@@ -54,3 +56,26 @@ def test_rates_are_those_of_the_replay():
     assert rates.prefill == pytest.approx(400 / 4)
     # Decoding stands still while anyone waits: one of the first two decodes for 1 s, the other for 2 s.
     assert rates.decode == pytest.approx(8 / 4)
+
+
+def served(session: Session, turn: int, begin_s: float) -> Record:
+    request = session.agents[0].requests[turn]
+    answer = Answer(begin_s, begin_s + 1, begin_s + 2, Usage(request.input_tokens, 8, 0), {})
+    planned = PlannedRequest((), request.input_tokens, request.input_tokens, 8, 0)
+    return Record(session.name, "root", turn, planned, begin_s, begin_s, answer)
+
+
+@pytest.mark.parametrize(("kv_tokens", "all_found"), [(16_384, True), (3072, False)])
+def test_the_tiers_alone_follow_the_times_of_the_replay(kv_tokens, all_found):
+    sessions = synthetic(2, 1500, 8, 8, 1.0, 0)
+    records = [
+        served(session, turn, 10.0 * turn + 5.0 * place)
+        for turn in range(8)
+        for place, session in enumerate(sessions)
+    ]
+    budget, rates = pools(kv_tokens, 48, 8, 512, store=False), Rates(1000.0, 10.0)
+    found = tiers_alone(sessions, budget, rates, Policy("sglang"), records, 300.0)
+    blocks = [len(request.blocks) for request in sessions[0].agents[0].requests]
+    tokens = sum(request.input_tokens for request in sessions[0].agents[0].requests)
+    theory = sum(blocks[:-1]) * PAGE_TOKENS / tokens
+    assert found == pytest.approx(theory) if all_found else found < theory / 2
