@@ -65,7 +65,7 @@ def served(session: Session, turn: int, begin_s: float) -> Record:
     return Record(session.name, "root", turn, planned, begin_s, begin_s, answer)
 
 
-@pytest.mark.parametrize(("kv_tokens", "all_found"), [(16_384, True), (3072, False)])
+@pytest.mark.parametrize(("kv_tokens", "all_found"), [(16_384, True), (2304, False)])
 def test_the_tiers_alone_follow_the_times_of_the_replay(kv_tokens, all_found):
     sessions = synthetic(2, 1500, 8, 8, 1.0, 0)
     records = [
@@ -78,4 +78,4 @@ def test_the_tiers_alone_follow_the_times_of_the_replay(kv_tokens, all_found):
     blocks = [len(request.blocks) for request in sessions[0].agents[0].requests]
     tokens = sum(request.input_tokens for request in sessions[0].agents[0].requests)
     theory = sum(blocks[:-1]) * PAGE_TOKENS / tokens
-    assert found == pytest.approx(theory) if all_found else found < theory / 2
+    assert found == pytest.approx(theory) if all_found else found < theory - 0.2
