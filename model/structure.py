@@ -36,6 +36,7 @@ _ARGUMENT_TYPES: Final = {
 }
 _ANY_TYPE: Final = ("string", "number", "boolean", "null", "object", "array")
 _DATA: Final = ("enum", "const", "default", "examples")
+_LENGTHS: Final = ("minLength", "maxLength")
 _STRING_RULES: Final = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 
 
@@ -127,11 +128,29 @@ def _value(kind: str, schema: Schema, root: Schema, max_string_tokens: int | Non
     if kind == "string" and not any(rule in schema for rule in _STRING_RULES):
         free: Format = {"type": "any_tokens", "exclude_tokens": list(_MARKERS)}
         return free if max_string_tokens is None else {**free, "max_tokens": max_string_tokens}
+    if kind == "string" and not any(rule in schema for rule in _STRING_RULES if rule not in _LENGTHS):
+        return {"type": "regex", "pattern": _bounded_text(schema)}
     definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
     value: Format = {"type": "json_schema", "json_schema": _spelled_out({**definitions, **schema})}
     if kind == "string":
         return {**value, "style": "qwen_xml"}  # as it is, not in quotes
     return {**value, "max_whitespace_cnt": MAX_WHITESPACE_CHARS}
+
+
+def _bounded_text(schema: Schema) -> str:
+    """A pattern for text of the schema's length that has no `<|`, and so no marker, in it.
+
+    xgrammar's patterns take a marker's token for the text that it spells: a pattern that admits that text
+    goes on behind the marker that ends the argument, and the grammar no longer knows where it is. A `<` and
+    what follows it count as one character.
+    """
+    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+    for bound in (low, high or 0):
+        if isinstance(bound, bool) or not isinstance(bound, int) or bound < 0:
+            raise StructureError("minLength and maxLength of a string: must be whole numbers from 0 on")
+    if high != "" and low > high:
+        raise StructureError("minLength of a string: must not be above its maxLength")
+    return f"([^<]|<{{1,3}}[^<|]){{{low},{high}}}<?" if high != 0 else ""
 
 
 def _spelled_out(schema: Any) -> Any:

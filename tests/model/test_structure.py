@@ -88,6 +88,29 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("bounds", [{"maxLength": 16}, {"minLength": 1}, {"minLength": 1, "maxLength": 64}])
+def test_a_string_of_bounded_length_ends_where_it_ends(compiler: Any, bounds: dict[str, int]) -> None:
+    properties = {"text": {"type": "string", **bounds}, "count": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": ["text", "count"]}
+    tag = forced_call_tag([tool(parameters)])
+    for text in ("a", "a b", "main.c", "a << b", "语<p>🙂</p>", "0123456789abcdef"):
+        assert admits(compiler, tag, call_ids(("f", {"text": text, "count": 3}))), text
+    assert admits(compiler, tag, call_ids(("f", {"text": "", "count": 3}))) == ("minLength" not in bounds)
+    assert admits(compiler, tag, call_ids(("f", {"text": "x" * 65, "count": 3}))) == (
+        "maxLength" not in bounds
+    )
+    ids = call_ids(("f", {"text": "a b", "count": 3}))
+    end = ids.index(TOKENIZER.markup[CLOSE])
+    assert not admits(compiler, tag, [*ids[:end], *TOKENIZER.encode_text(CLOSE), *ids[end:]])
+
+
+@pytest.mark.parametrize("bounds", [{"maxLength": -1}, {"minLength": 2, "maxLength": 1}, {"minLength": "1"}])
+def test_a_length_that_is_none_is_refused(bounds: dict[str, Any]) -> None:
+    parameters = {"type": "object", "properties": {"text": {"type": "string", **bounds}}}
+    with pytest.raises(StructureError, match="Length"):
+        forced_call_tag([tool(parameters)])
+
+
 @pytest.fixture(scope="module")
 def compiler() -> Any:
     tokenizer = PreTrainedTokenizerFast(
