@@ -1,10 +1,13 @@
 """Whether every turn of real agent clients continues from exactly the tokens of the last one.
 
-Each recorded client (`bench.recorded_clients`) plays against a real gateway and ledger. What the recorded
-server answered is replaced by what ours answers, altered as that client altered its own: reasoning dropped,
-ids rewritten, arguments spelled anew, parts for strings. After its recorded turns a client goes on in the
-same manner. What the engine would see comes from a stub engine, which keeps every prompt and samples
-scripted K3 messages: reasoning with odd spaces, text, one call or two with values of every type.
+Each recorded client (`bench.recorded_clients`) plays against the real service: a gateway, its ledger, and the
+engine with the small K3 on a CPU. A tap between gateway and engine keeps the tokens of both directions. So
+that a small model's answers are worth sending back, each turn forces a call: tools keep their names, but take
+bounded arguments; and so that their prompts fit into its context, and are read in minutes, long texts (which
+the recordings have as filler) are cut.
+
+With --stub a stub engine is in the engine's place, and samples scripted K3 messages that no small model
+writes: reasoning with odd spaces, text, one call or two, numbers in odd spellings.
 
 Then each conversation is sent once more with one visible value changed, with one more message before it, and
 by another tenant: nothing may be restored.
@@ -16,183 +19,95 @@ and rewrote came back, and nothing else did.
 import argparse
 import hashlib
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
-
-from bench.engines import note
+from bench.engine_tap import EngineTap
+from bench.engines import note, running_engine
 from bench.local_servers import local_gateway, running
-from bench.recorded_clients import (
-    CHAT,
-    MESSAGES,
-    RESPONSES,
-    Habits,
-    Json,
-    Session,
-    called_tool,
-    is_answer,
-    learned,
-    load,
-    runs,
-)
-from bench.recorded_clients import call_ids as call_ids_of
+from bench.recorded_clients import CHAT, MESSAGES, Habits, Json, Session, called_tool, load
+from bench.session_player import STRANGER, Player, Report
 from bench.stub_engine import StubEngine, sampled_ids, serving
 from cache_store.servers import RedisServer, Role
 from model.tokenizer import K3Tokenizer
 from model.vocabulary import tokenizer_json
 
-TURNS: Final = 6
-_KEYS: Final = ("one", "two")
-_RECORDER_LEFT_OUT: Final = ("reasoning_effort", "prompt_cache_key", "session_id")
-"""What some recording scripts, not the clients, set in their first request alone."""
-_RESTORED: Final = re.compile(r"reasoning=(\d+), ids=(\d+)")
+STUB_TURNS: Final = 6
+ENGINE_TURNS: Final = 4
+LONGEST_TEXT: Final = 200
+"""Characters of a text that the real engine reads."""
+SESSIONS_AT_ONCE: Final = 8
+TURN_TOKENS: Final = 256
+ARGUMENTS: Final[Json] = {
+    "type": "object",
+    "properties": {
+        "mark": {"type": "string", "enum": [f"MARK {number}" for number in range(10)]},
+        "text": {"type": "string", "maxLength": 16},
+        "deep": {
+            "type": "object",
+            "properties": {
+                "sure": {"type": ["boolean", "null"]},
+                "numbers": {"type": "array", "items": {"enum": [1, 2.5, -0.125, 100]}, "maxItems": 2},
+            },
+            "required": ["sure", "numbers"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["mark", "text", "deep"],
+    "additionalProperties": False,
+}
 
 
-@dataclass(slots=True)
-class Report:
-    """One client's session. `compared`: turns that have a turn before them under the same head."""
+class Forced:
+    """Has a real model call one of the tools, within bounds."""
 
-    client: str
-    path: str
-    turns: int = 0
-    compared: int = 0
-    exact: int = 0
-    head_changes: int = 0
-    reasoning_dropped: int = 0
-    reasoning_restored: int = 0
-    ids_rewritten: int = 0
-    ids_restored: int = 0
-    false_restores: int = 0
-    attacks: int = 0
-
-    @property
-    def holds(self) -> bool:
-        """Whether all is as it must be."""
-        return (
-            self.exact == self.compared
-            and self.reasoning_restored == self.reasoning_dropped
-            and self.ids_restored == self.ids_rewritten
-            and not self.false_restores
-        )
+    def ask(self, session: Session, habits: Habits | None, turn: int, salt: str, body: Json) -> Json:
+        """The body with bounded tools, of which one has to be called."""
+        del habits, turn, salt
+        limits = {CHAT: "max_completion_tokens", MESSAGES: "max_tokens"}
+        body = {name: value for name, value in body.items() if not name.startswith("max_")}
+        body[limits.get(session.path, "max_output_tokens")] = TURN_TOKENS
+        if not body.get("tools"):
+            return body
+        body["tools"] = [_bounded(tool) for tool in body["tools"]]
+        if session.path == MESSAGES:
+            return {**body, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+        return {**body, "tool_choice": "required", "parallel_tool_calls": False}
 
 
-class Player:
-    """Plays sessions against one gateway in front of one stub engine."""
+def _bounded(tool: Json) -> Json:
+    if tools := tool.get("tools"):
+        return {**tool, "tools": [_bounded(inner) for inner in tools]}
+    if function := tool.get("function"):
+        return {**tool, "function": {**function, "parameters": ARGUMENTS}}
+    for name in ("parameters", "input_schema"):
+        if name in tool:
+            return {**tool, name: ARGUMENTS}
+    return tool
 
-    def __init__(self, url: str, engine: StubEngine, tokenizer: K3Tokenizer) -> None:
-        self._url = url
-        self._engine = engine
+
+class Scripted:
+    """Has a stub engine sample scripted messages."""
+
+    def __init__(self, tokenizer: K3Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._sampled: list[int] = []
-        engine.prompts = []
-        engine.script = self._script
+        self._said: dict[str, list[int]] = {}
 
-    def _script(self, _: Mapping[str, Any]) -> Sequence[int]:
-        return self._sampled
+    def ask(self, session: Session, habits: Habits | None, turn: int, salt: str, body: Json) -> Json:
+        """The body as it is; the next request of this salt is answered with the turn's message."""
+        self._said[salt] = sampled_ids(self._tokenizer, _message(session, habits, turn))
+        return body
 
-    def play(self, session: Session, turns: int) -> Report:
-        """One session of so many turns, as far as the recording shows how it would go on."""
-        report = Report(session.client, session.path)
-        habits = learned(session)
-        answers: list[tuple[list[Json], list[Json]]] = []  # by turn: as sent back, and the results
-        seen: list[list[int]] = []
-        held: list[int] = []  # the turns whose answers stand in the conversation
-        body: Json = {}
-        tools: list[Any] = []
-        headers: Mapping[str, str] = {}
-        answer: Any = None
-        for turn in range(turns if habits else len(session.turns)):
-            if turn < len(session.turns):
-                body = {**_kept(session.turns[0]), **session.turns[turn]}
-                cut = runs(body[session.key])
-                if sum(is_answer(run[0]) for run in cut) > len(held):
-                    held.append(turn - 1)
-                body[session.key] = _replaced(cut, [answers[place] for place in held])
-            else:
-                altered, results = answers[-1]
-                held.append(turn - 1)
-                body = {**body, session.key: [*body[session.key], *altered, *results]}
-            message = _message(session, habits, turn)
-            self._sampled = sampled_ids(self._tokenizer, message)
-            headers, answer = self._ask(session, body)
-            assert self._engine.prompts is not None
-            prompt = list(self._engine.prompts[-1])
-            report.turns += 1
-            tools.append(body.get("tools"))
-            if held:
-                same_head = tools[-1] == tools[held[-1]]
-                report.head_changes += not same_head
-                report.compared += same_head
-                before = seen[held[-1]]
-                report.exact += same_head and prompt[: len(before)] == before
-            seen.append([*prompt, *self._sampled])
-            if habits is not None:
-                answers.append((habits.altered(answer), habits.answered(answer)))
-                if turn == turns - 1:
-                    break
-        if habits is not None:
-            restored = _RESTORED.fullmatch(headers["x-longhaul-restored"])
-            assert restored is not None
-            report.reasoning_restored, report.ids_restored = int(restored[1]), int(restored[2])
-            provable = [place for place in held if all(later == tools[place] for later in tools[place:])]
-            report.reasoning_dropped = len(provable) if habits.drops_reasoning else 0
-            report.ids_rewritten = len(habits.renamed) - len(call_ids_of(answer)) if habits.renamed else 0
-            self._attack(session, body, seen, report)
-        return report
-
-    def _attack(self, session: Session, body: Json, seen: Sequence[list[int]], report: Report) -> None:
-        """Ask for what nothing proves: nothing of the recorded turns may be in the prompt."""
-        changed = json.loads(json.dumps(body[session.key]).replace("MARK 0", "MARK X"))
-        before = [{"role": "user", "content": "Something else first."}, *body[session.key]]
-        for conversation, key in ((changed, "one"), (before, "one"), (body[session.key], "two")):
-            report.attacks += 1
-            assert self._engine.prompts is not None
-            asked = len(self._engine.prompts)
-            answer = self._post(session, {**body, session.key: conversation, "stream": False}, key)
-            if answer.status_code == 400 and key == "two":  # items of another tenant can't be referred to
-                continue
-            answer.raise_for_status()
-            prompt = list(self._engine.prompts[asked])
-            restored = answer.headers["x-longhaul-restored"] != "reasoning=0, ids=0"
-            continued = "x-longhaul-parent" in answer.headers
-            same = key == "one" and any(prompt[: len(tokens)] == tokens for tokens in seen)
-            report.false_restores += restored or continued or same
-
-    def _post(self, session: Session, body: Json, key: str = "one") -> httpx.Response:
-        headers = {**session.headers, "x-api-key": key, "anthropic-version": "2023-06-01"}
-        body = {**body, "model": "kimi-k3"}
-        return httpx.post(f"{self._url}{session.path}", json=body, headers=headers, timeout=60)
-
-    def _ask(self, session: Session, body: Json) -> tuple[Mapping[str, str], Any]:
-        """Headers and answer: a message, or the items of a response."""
-        response = self._post(session, body)
-        if not response.is_success:
-            raise RuntimeError(f"{session.client}: {response.status_code}: {response.text[:500]}")
-        if not body.get("stream"):
-            whole = response.json()
-        else:
-            lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
-            events: list[Json] = [json.loads(line.removeprefix("data: ")) for line in lines]
-            joined = {CHAT: _chat_joined, RESPONSES: _response_joined, MESSAGES: _message_joined}
-            whole = joined[session.path](events)
-        match session.path:
-            case "/v1/chat/completions":
-                return response.headers, whole["choices"][0]["message"]
-            case "/v1/responses":
-                return response.headers, whole["output"]
-            case _:
-                return response.headers, whole
-
-
-def _kept(first: Json) -> Json:
-    return {name: first[name] for name in _RECORDER_LEFT_OUT if name in first}
+    def script(self, body: Mapping[str, Any]) -> Sequence[int]:
+        """What the stub samples."""
+        said = self._said.get(body["cache_salt"])
+        return sampled_ids(self._tokenizer, {"content": "Who are you?"}) if said is None else said
 
 
 def _message(session: Session, habits: Habits | None, turn: int) -> Json:
@@ -218,98 +133,63 @@ def _message(session: Session, habits: Habits | None, turn: int) -> Json:
     return {**message, "tool_calls": calls}
 
 
-def _replaced(cut: Sequence[list[Json]], answers: Sequence[tuple[list[Json], list[Json]]]) -> list[Json]:
-    """A recorded conversation with our answers and their results for the recorded ones."""
-    entries: list[Json] = []
-    told = iter(answers)
-    results: list[Json] | None = None
-    for run in cut:
-        if is_answer(run[0]):
-            altered, results = next(told)
-            entries += altered
-        elif results is None:
-            entries += run
-        else:
-            entries += [*results, *(entry for entry in run if not _is_result(entry))]
-            results = None
-    return entries
-
-
-def _is_result(entry: Json) -> bool:
-    content = entry.get("content")
-    blocks = content if isinstance(content, list) else ()
-    return (
-        entry.get("role") == "tool"
-        or entry.get("type") == "function_call_output"
-        or any(block.get("type") == "tool_result" for block in blocks)
-    )
-
-
-def _chat_joined(chunks: Sequence[Json]) -> Json:
-    message: Json = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            delta = choice["delta"]
-            for name in ("content", "reasoning_content"):
-                message[name] += delta.get(name) or ""
-            for call in delta.get("tool_calls", ()):
-                if "id" in call:
-                    message["tool_calls"].append({**call, "function": {**call["function"]}})
-                else:
-                    function = message["tool_calls"][call["index"]]["function"]
-                    function["arguments"] += call["function"]["arguments"]
-    return {"choices": [{"message": message}]}
-
-
-def _response_joined(events: Sequence[Json]) -> Json:
-    return events[-1]["response"]
-
-
-def _message_joined(events: Sequence[Json]) -> Json:
-    blocks: list[Json] = []
-    inputs: dict[int, str] = {}
-    for event in events:
-        match event["type"]:
-            case "content_block_start":
-                blocks.append(dict(event["content_block"]))
-            case "content_block_delta":
-                block, delta = blocks[event["index"]], event["delta"]
-                if delta["type"] == "input_json_delta":
-                    inputs[event["index"]] = inputs.get(event["index"], "") + delta["partial_json"]
-                else:
-                    name = delta["type"].removesuffix("_delta")
-                    block[name] = (block.get(name) or "") + delta[name]
-            case _:
-                pass
-    for place, text in inputs.items():
-        blocks[place]["input"] = json.loads(text or "{}")
-    return {"role": "assistant", "content": blocks}
+def tenant_of(place: int) -> str:
+    """The tenant, and its key, of the session at a place."""
+    return f"client-{place}"
 
 
 @contextmanager
-def stack(scratch: Path) -> Generator[Player]:
-    """A gateway with two tenants, a ledger and a stub engine."""
+def stub_stack(scratch: Path, sessions: int) -> Generator[Player]:
+    """A gateway in front of a stub engine that samples what is scripted."""
     model = scratch / "model"
     model.mkdir()
     (model / "tokenizer.json").write_text(tokenizer_json())
-    tenants = scratch / "tenants.toml"
-    digests = {key: hashlib.sha256(key.encode()).hexdigest() for key in _KEYS}
-    tenants.write_text("\n".join(f'[tenants.{key}]\nkeys = ["sha256:{digests[key]}"]' for key in _KEYS))
     tokenizer = K3Tokenizer.load(model)
-    engine = StubEngine(tokenizer, lambda _: [], chunk=7)
-    with RedisServer(Role.LEDGER, scratch / "ledger") as ledger, serving(engine) as engine_url:
-        gateway, url = local_gateway(engine_url, ledger.url, model, scratch, tenants=tenants)
-        with running(gateway):
-            yield Player(url, engine, tokenizer)
+    scripted = Scripted(tokenizer)
+    with (
+        serving(StubEngine(tokenizer, scripted.script, chunk=7)) as engine_url,
+        _stack(scratch, engine_url, model, sessions) as (url, tap),
+    ):
+        yield Player(url, tap, scripted)
 
 
-def measure(scratch: Path, turns: int = TURNS, sessions: Sequence[Session] | None = None) -> Json:
-    """Play all sessions and report."""
-    reports: list[Report] = []
-    with stack(scratch) as player:
-        for session in load() if sessions is None else sessions:
-            reports.append(player.play(session, turns))
-            note(f"{reports[-1]}")
+@contextmanager
+def engine_stack(scratch: Path, model: Path, sessions: int) -> Generator[Player]:
+    """A gateway in front of the real engine."""
+    note("engine: booting")
+    with (
+        running_engine(model, scratch / "engine.log") as engine,
+        _stack(scratch, engine.url, model, sessions) as (url, tap),
+    ):
+        yield Player(url, tap, Forced())
+
+
+@contextmanager
+def _stack(scratch: Path, engine_url: str, model: Path, sessions: int) -> Generator[tuple[str, EngineTap]]:
+    """A gateway, with a tenant for each session and a stranger, behind a tap and with a ledger of its own."""
+    tenants = scratch / "tenants.toml"
+    names = [*map(tenant_of, range(sessions)), STRANGER]
+    digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
+    tenants.write_text("\n".join(f'[tenants.{name}]\nkeys = ["sha256:{digests[name]}"]' for name in names))
+    tap = EngineTap(engine_url)
+    with ExitStack() as held:
+        ledger = held.enter_context(RedisServer(Role.LEDGER, scratch / "ledger"))
+        tap_url = held.enter_context(serving(tap))
+        gateway, url = local_gateway(tap_url, ledger.url, model, scratch, tenants=tenants)
+        held.enter_context(running(gateway))
+        yield url, tap
+
+
+def measure(player: Player, sessions: Sequence[Session], turns: int) -> Json:
+    """Play all sessions, some of them at once, and report."""
+
+    def play(place: int) -> Report:
+        report = player.play(sessions[place], turns, tenant_of(place))
+        note(f"{report}")
+        return report
+
+    with ThreadPoolExecutor(SESSIONS_AT_ONCE) as pool:
+        reports = list(pool.map(play, range(len(sessions))))
     compared = sum(report.compared for report in reports)
     return {
         "clients": len(reports),
@@ -322,6 +202,7 @@ def measure(scratch: Path, turns: int = TURNS, sessions: Sequence[Session] | Non
         "ids_restored": sum(report.ids_restored for report in reports),
         "attacks": sum(report.attacks for report in reports),
         "false_restores": sum(report.false_restores for report in reports),
+        "longest_prompt_tokens": max((report.prompt_tokens for report in reports), default=0),
         "holds": all(report.holds for report in reports),
         "each": [asdict(report) for report in reports],
     }
@@ -330,20 +211,39 @@ def measure(scratch: Path, turns: int = TURNS, sessions: Sequence[Session] | Non
 def main() -> int:
     """Measure and report; 0 when every client's turns were exact."""
     parser = argparse.ArgumentParser(prog="python -m bench.exact_turns", description=__doc__)
-    parser.add_argument("--turns", type=int, default=TURNS, help="turns of a session (%(default)s)")
+    parser.add_argument(
+        "--turns", type=int, help=f"turns of a session ({ENGINE_TURNS}; {STUB_TURNS} with --stub)"
+    )
     parser.add_argument("--client", default="", help="only clients whose name holds this")
+    parser.add_argument("--model", type=Path, help="checkpoint (default: the small K3)")
+    parser.add_argument("--stub", action="store_true", help="a stub engine with scripted answers")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args()
-    if args.turns < 2:
-        parser.error(f"--turns {args.turns}: give 2 or more")
-    sessions = [session for session in load() if args.client in session.client]
+    turns: int = args.turns or (STUB_TURNS if args.stub else ENGINE_TURNS)
+    if turns < 2:
+        parser.error(f"--turns {turns}: give 2 or more")
+    recorded = load(None if args.stub else LONGEST_TEXT)
+    sessions = [session for session in recorded if args.client in session.client]
     with tempfile.TemporaryDirectory(prefix="longhaul-turns-") as folder:
-        report = measure(Path(folder), args.turns, sessions)
+        scratch = Path(folder)
+        stack = (
+            stub_stack(scratch, len(sessions))
+            if args.stub
+            else engine_stack(scratch, (args.model or _small_checkpoint()).absolute(), len(sessions))
+        )
+        with stack as player:
+            report = measure(player, sessions, turns)
     if args.json:
         print(json.dumps(report))
     else:
         _show(report)
     return 0 if report["holds"] and report["clients"] else 1
+
+
+def _small_checkpoint() -> Path:
+    from model import small
+
+    return small.build(small.default_path())
 
 
 def _show(report: Mapping[str, Any]) -> None:

@@ -43,8 +43,11 @@ class Session:
         return "input" if self.path == RESPONSES else "messages"
 
 
-def load() -> list[Session]:
-    """All recorded sessions, and one for each API whose client rewrites all that it can."""
+def load(longest_text: int | None = None) -> list[Session]:
+    """All recorded sessions, and one for each API whose client rewrites all that it can.
+
+    Texts that filler stands for are cut to `longest_text` characters.
+    """
     sessions: list[Session] = []
     for line in RECORDINGS.read_text(encoding="utf-8").splitlines():
         recorded = json.loads(line)
@@ -52,7 +55,7 @@ def load() -> list[Session]:
         for body in recorded["turns"]:
             if body.get("tools") == "=":
                 body["tools"] = turns[-1]["tools"]
-            turns.append(_filled(body))
+            turns.append(_filled(body, longest_text))
         name = f"{recorded['client']} {recorded['case'] or ''}".strip()
         sessions.append(Session(name, recorded["path"], recorded["headers"], tuple(turns)))
     for path in (CHAT, RESPONSES, MESSAGES):
@@ -61,16 +64,17 @@ def load() -> list[Session]:
     return sessions
 
 
-def _filled(value: Any) -> Any:
+def _filled(value: Any, longest_text: int | None) -> Any:
     match value:
         case {"$text": int(length)}:
+            length = length if longest_text is None else min(length, longest_text)
             return (_FILLER * (length // len(_FILLER) + 1))[:length]
         case dict():
             fields: Json = value  # pyright: ignore[reportUnknownVariableType] # JSON
-            return {name: _filled(part) for name, part in fields.items()}
+            return {name: _filled(part, longest_text) for name, part in fields.items()}
         case list():
             parts: list[Any] = value  # pyright: ignore[reportUnknownVariableType] # JSON
-            return [_filled(part) for part in parts]
+            return [_filled(part, longest_text) for part in parts]
         case _:
             return value
 

@@ -3,13 +3,16 @@ from typing import Any
 
 import pytest
 
-from bench.exact_turns import Player, stack
+from bench.exact_turns import stub_stack, tenant_of
 from bench.recorded_clients import Habits, Session, learned, load
+from bench.session_player import Player
+
+NAMES = ("rewriter /v1/chat", "rewriter /v1/responses", "rewriter /v1/messages", "codex")
 
 
 @pytest.fixture(scope="module")
 def player(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Player]:
-    with stack(tmp_path_factory.mktemp("turns")) as player:
+    with stub_stack(tmp_path_factory.mktemp("turns"), len(NAMES) + 1) as player:
         yield player
 
 
@@ -17,11 +20,9 @@ def session(name: str) -> Session:
     return next(session for session in load() if name in session.client)
 
 
-@pytest.mark.parametrize(
-    "name", ["rewriter /v1/chat", "rewriter /v1/responses", "rewriter /v1/messages", "codex"]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_recorded_client_gets_its_tokens_back(player: Player, name: str):
-    report = player.play(session(name), 3)
+    report = player.play(session(name), 3, tenant_of(NAMES.index(name)))
     assert report.holds
     assert (report.turns, report.compared, report.attacks) == (3, 2, 3)
     if name.startswith("rewriter"):
@@ -38,7 +39,7 @@ def test_a_client_that_changes_what_it_shows_is_caught(player: Player, monkeypat
         return [message]
 
     monkeypatch.setattr(Habits, "altered", loses_a_call)
-    report = player.play(session("vercel_ai_sdk compat"), 2)
+    report = player.play(session("vercel_ai_sdk compat"), 2, tenant_of(len(NAMES)))
     assert not report.holds
     assert report.exact == 0
 
