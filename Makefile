@@ -29,7 +29,7 @@ test: setup ## Lint, then all tests that run on a CPU: unit and engine
 	$(UNIT)
 	$(ENGINE)
 
-unit: setup ## The fast tests alone, no engine
+unit: setup ## The fast tests alone, no engine, without what imports SGLang
 	$(UNIT)
 
 engine: setup ## The tests that boot the real engine on this CPU

@@ -6,9 +6,16 @@ from hypothesis import settings
 
 from bench.engines import Engine, running_engine
 
-# How long an example takes says nothing on a busy machine.
-settings.register_profile("longhaul", deadline=None)
+# How long an example takes says nothing on a busy machine. `--hypothesis-profile thorough` looks longer.
+settings.register_profile("longhaul", deadline=None, max_examples=40)
+settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("longhaul")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out `test_*_sglang.py` where no test marked `sglang` runs: SGLang takes seconds to import."""
+    is_left_out = "not sglang" in config.option.markexpr and collection_path.name.endswith("_sglang.py")
+    return True if is_left_out else None
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from model.structure import MAX_WHITESPACE_CHARS as TOOL_WHITESPACE
@@ -68,7 +69,8 @@ def sample(
         assert len(ids) < limit, "the constraint does not come to an end"
         mask = xgrammar.allocate_token_bitmask(1, vocabulary)
         matcher.fill_next_token_bitmask(mask)
-        allowed = [id for id in range(vocabulary) if int(mask[0, id // 32]) >> (id % 32) & 1]
+        bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[:vocabulary]
+        allowed: list[int] = np.flatnonzero(bits).tolist()
         liked = [id for id in prefer if id in allowed]
         id = chance.choice(liked or allowed)
         assert matcher.accept_token(id)

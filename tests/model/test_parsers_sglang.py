@@ -12,6 +12,8 @@ from model.encoding import generation_segments, message_segments
 from model.tokenizer import K3Tokenizer
 from model.vocabulary import tokenizer_json
 
+pytestmark = pytest.mark.sglang
+
 parsing = pytest.importorskip("sglang.srt.function_call.function_call_parser")
 
 TOKENIZER = K3Tokenizer.from_json(tokenizer_json())

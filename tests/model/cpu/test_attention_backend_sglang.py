@@ -15,6 +15,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from model.cpu import backend as backend_module
 from model.cpu.backend import CpuAttentionBackend
 
+pytestmark = pytest.mark.sglang
+
 HEADS, WIDTH, RANK = 4, 12, 8
 
 

@@ -33,6 +33,8 @@ from sglang.srt.server_args import ServerArgs
 from cache_store.backend import RedisStore
 from cache_store.roots import root_page
 
+pytestmark = pytest.mark.sglang
+
 TIMEOUT_S = 0.5
 MAMBA, DRAFT = PoolName.MAMBA, PoolName.DRAFT
 

@@ -10,6 +10,8 @@ from sglang.srt.constrained import base_grammar_backend  # noqa: E402
 
 from model import grammar  # noqa: E402
 
+pytestmark = pytest.mark.sglang
+
 VOCABULARY = ["r", "c", "<open>", "<close>", "<sep>", "<end>"]
 
 

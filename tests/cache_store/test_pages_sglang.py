@@ -7,6 +7,8 @@ from host_pools import LAYERS, PAGE, draft_pool, kv_pool, page_bytes, randomize,
 
 from cache_store.pages import HostPages
 
+pytestmark = pytest.mark.sglang
+
 POOLS = {
     "kv page_first": lambda: kv_pool("page_first"),
     "kv page_first_direct": lambda: kv_pool("page_first_direct"),
