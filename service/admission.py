@@ -4,8 +4,10 @@ Beyond what fits, an LRU cache serves sessions that come in turns nothing at all
 a queue in which every session idles longer than its cache lives. So a session has a place
 (`service.admission_places`), which it keeps while its tool runs. A turn of a session with a place begins at
 once. Any other waits for one, in a fair queue and for a bounded time; unless there is a store, and bringing
-the session back from there is estimated to take less time than the wait: then it begins at once, without a
-place.
+the session back from there is estimated to take less time than the wait for a place: then it begins without
+one, as soon as it fits beside the turns that run. Idle sessions give way to it, and come back in the same
+way. So turns wait here instead of in the engine's own queue, where SGLang fetches the prefixes of all that
+wait at once, and evicts those of the first for those of the last before they have run.
 
 Both estimates are measured: how often places have become free, and how long the turns of late took to their
 first token for each token of their prompts, queueing in the engine included. So a store whose pipe is full,
@@ -15,7 +17,6 @@ Each gateway counts for itself: with several before one engine, each gets its pa
 """
 
 import asyncio
-import itertools
 import math
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
@@ -97,17 +98,18 @@ class Demand:
 @dataclass(slots=True, eq=False)
 class _Waiting:
     demand: Demand
-    admitted: asyncio.Future[Places]
+    admitted: "asyncio.Future[Stay]"
 
 
 class Stay:
-    """A turn that was let in, and what came of it. `places`: those that it has one of, None without.
+    """A turn that was let in, and what came of it. `places` are the engine's; None where it has no such.
 
-    `moved_in`: the session had been here, and had no place before.
+    visits: it has none of them. moved_in: the session had been here, and had no place before.
     """
 
-    def __init__(self, places: Places | None, *, moved_in: bool = False) -> None:
+    def __init__(self, places: Places | None = None, *, visits: bool = False, moved_in: bool = False) -> None:
         self.places = places
+        self.visits = visits
         self.moved_in = moved_in
         self.output_tokens = 0
         self.first_s: float | None = None
@@ -143,7 +145,7 @@ class Admission:
         `room` is the engine's as it is now; None, where it doesn't say, lets everybody in.
         """
         if room is None:
-            yield Stay(None)
+            yield Stay()
             return
         stay = await self._enter(demand, room)
         try:
@@ -161,19 +163,15 @@ class Admission:
 
     async def _enter(self, demand: Demand, room: Room) -> Stay:
         places = self._places_in(room)
-        moved_in = demand.session not in places and demand.session in self._known
-        self._remember(demand.session)
-        at_once = demand.session in places or not self._queue
-        if at_once and places.enter(demand.session, demand.tenant, demand.tokens):
-            self._observe()
-            return Stay(places, moved_in=moved_in)
-        if self._settings.store and self._restore_s_per_token * demand.prompt_tokens < self._wait_s(places):
-            self._metrics.restored.labels(demand.tenant).inc()
-            return Stay(None, moved_in=moved_in)
-        return Stay(await self._wait(demand), moved_in=moved_in)
+        if demand.session in places or not self._queue:
+            stay = self._grant(demand, places)
+            if stay is not None:
+                self._observe()
+                return stay
+        return await self._wait(demand)
 
-    async def _wait(self, demand: Demand) -> Places:
-        """Wait for a place, and have it when this returns."""
+    async def _wait(self, demand: Demand) -> Stay:
+        """Wait to be let in."""
         begun_s = _now_s()
         waiting = _Waiting(demand, asyncio.get_running_loop().create_future())
         self._queue.add(demand.tenant, demand.priority, waiting)
@@ -187,7 +185,7 @@ class Admission:
             left_queue = not self._queue.remove(demand.tenant, waiting)
             if left_queue and not admitted.cancelled() and admitted.exception() is None:
                 # It was let in just when it gave up.
-                admitted.result().undo(demand.session, demand.tokens)
+                self._leave(demand, admitted.result())
             self._serve()
             if isinstance(error, TimeoutError):
                 self._metrics.refused.labels(demand.tenant).inc()
@@ -196,16 +194,34 @@ class Admission:
         finally:
             self._metrics.wait.observe(_now_s() - begun_s)
 
+    def _grant(self, demand: Demand, places: Places) -> Stay | None:
+        """Let a turn in, if it can be now."""
+        moved_in = demand.session not in places and demand.session in self._known
+        if places.enter(demand.session, demand.tenant, demand.tokens):
+            stay = Stay(places, moved_in=moved_in)
+        elif self._settings.store and self._restores(demand, places) and places.visit(demand.tokens):
+            self._metrics.restored.labels(demand.tenant).inc()
+            stay = Stay(places, visits=True, moved_in=moved_in)
+        else:
+            return None
+        self._remember(demand.session)
+        return stay
+
+    def _restores(self, demand: Demand, places: Places) -> bool:
+        """Whether bringing the session back is estimated to take less time than the next place does."""
+        return self._restore_s_per_token * demand.prompt_tokens < self._place_s(places)
+
     def _leave(self, demand: Demand, stay: Stay) -> None:
         if stay.moved_in and stay.first_s is not None:
             measured = stay.first_s / demand.prompt_tokens
             self._restore_s_per_token += _SMOOTHING * (measured - self._restore_s_per_token)
-        if stay.places is not None:
-            if stay.first_s is None:  # the engine has begun nothing
-                stay.places.undo(demand.session, demand.tokens)
-            else:
-                tokens = demand.prompt_tokens + stay.output_tokens
-                stay.places.rest(demand.session, demand.tokens, tokens)
+        assert stay.places is not None, "the engine has places"
+        if stay.visits:
+            stay.places.part(demand.tokens)
+        elif stay.first_s is None:  # the engine has begun nothing
+            stay.places.undo(demand.session, demand.tokens)
+        else:
+            stay.places.rest(demand.session, demand.tokens, demand.prompt_tokens + stay.output_tokens)
         self._serve()
 
     def _serve(self) -> None:
@@ -213,12 +229,10 @@ class Admission:
         places = self._places
         assert places is not None, "somebody has asked"
         while (waiting := self._queue.first(places.held)) is not None:
-            if not waiting.admitted.done() and not self._admit(waiting, places):
+            if not self._admit(waiting, places):
                 break
-            self._queue.remove(waiting.demand.tenant, waiting)
             for other in [each for each in self._queue if each.demand.session in places]:
-                if other.admitted.done() or self._admit(other, places):
-                    self._queue.remove(other.demand.tenant, other)
+                self._admit(other, places)
         self._observe()
         if self._timer is not None:
             self._timer.cancel()
@@ -227,10 +241,13 @@ class Admission:
             self._timer = asyncio.get_running_loop().call_at(due_s + _TICK_S, self._serve)
 
     def _admit(self, waiting: _Waiting, places: Places) -> bool:
-        demand = waiting.demand
-        if not places.enter(demand.session, demand.tenant, demand.tokens):
-            return False
-        waiting.admitted.set_result(places)
+        """Let a turn that waits in, if it can be, or has left; whether it waits no more."""
+        if not waiting.admitted.done():
+            stay = self._grant(waiting.demand, places)
+            if stay is None:
+                return False
+            waiting.admitted.set_result(stay)
+        self._queue.remove(waiting.demand.tenant, waiting)
         return True
 
     def _places_in(self, room: Room) -> Places:
@@ -262,18 +279,16 @@ class Admission:
             self._interval_s += _SMOOTHING * (interval_s - self._interval_s)
         self._freed_s = now_s
 
-    def _wait_s(self, places: Places) -> float:
-        """How long a turn that comes now would wait."""
-        ahead = len(self._queue)
-        by_rate_s = self._interval_s * (ahead + 1)
-        due_s = next(itertools.islice(places.free_s(), ahead, None), math.inf)
-        wait_s = min(by_rate_s, due_s - _now_s())
-        return self._settings.hold_s if math.isinf(wait_s) else max(0.0, wait_s)
+    def _place_s(self, places: Places) -> float:
+        """How long it takes until the next place is free."""
+        place_s = min(self._interval_s, next(places.free_s(), math.inf) - _now_s())
+        return self._settings.hold_s if math.isinf(place_s) else max(0.0, place_s)
 
     def _retry_s(self) -> int:
         assert self._places is not None, "somebody has asked"
         low, high = _RETRY_S
-        return min(high, max(low, math.ceil(self._wait_s(self._places))))
+        wait_s = self._place_s(self._places) * (len(self._queue) + 1)
+        return min(high, max(low, math.ceil(wait_s)))
 
     def _observe(self) -> None:
         places = self._places

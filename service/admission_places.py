@@ -86,6 +86,7 @@ class Places:
         self._idle: dict[str, float] = {}
         """Sessions without a running turn, by when that ended; the longest idle first."""
         self._active = 0
+        self._visits: list[int] = []
 
     def __len__(self) -> int:
         return len(self._placed)
@@ -128,6 +129,25 @@ class Places:
         if not place.turns:
             self._idle[session] = now_s
         self._take_back()
+
+    def visit(self, tokens: int) -> bool:
+        """Begin a turn without a place, if all turns that run then fit the room; whether it has begun.
+
+        What is idle gives way to it. Beyond that, turns would wait within the engine, where what was
+        restored for one is evicted again for the next before it has run.
+        """
+        running = sum(sum(place.turns) for place in self._placed.values()) + sum(self._visits)
+        most = self.room.running_requests
+        if self._active and (running + tokens > self.limit_tokens or (most and self._active >= most)):
+            return False
+        self._visits.append(tokens)
+        self._active += 1
+        return True
+
+    def part(self, tokens: int) -> None:
+        """End a turn that `visit` was told to have so many tokens."""
+        self._visits.remove(tokens)
+        self._active -= 1
 
     def undo(self, session: str, asked: int) -> None:
         """Take back an `enter` that came to nothing."""

@@ -130,7 +130,7 @@ class Engines:
     async def _admit(self, engine: Engine, demand: Demand | None, held: AsyncExitStack) -> Stay:
         admission = self._admissions.get(engine.name)
         if admission is None or demand is None:
-            return Stay(None)
+            return Stay()
         info = await engine.info()
         return await held.enter_async_context(admission.turn(demand, info.room))
 

@@ -135,6 +135,25 @@ def test_what_comes_to_nothing_leaves_nothing(clock: Clock):
     assert held.tokens == 100 and len(list(held.free_s())) == 1
 
 
+def test_visits_fit_beside_the_turns_that_run(clock: Clock):
+    held = places(clock, Room(kv_tokens=1000, running_requests=3))
+    assert held.enter("a", "t", 800)
+    held.rest("a", 800, 800)
+    assert held.visit(700), "what is idle gives way"
+    assert not held.visit(400)
+    assert held.visit(200) and held.visit(50)
+    assert not held.visit(10), "as many run as can"
+    held.part(50)
+    assert held.enter("a", "t", 850), "its place is its own"
+    assert not held.visit(10)
+    for tokens in (700, 200):
+        held.part(tokens)
+    assert held.visit(100)
+    held.part(100)
+    held.rest("a", 850, 850)
+    assert held.visit(5000), "alone anything is let in"
+
+
 def test_the_tenant_that_holds_least_is_next_and_priorities_are_its_own():
     queue: FairQueue[str] = FairQueue()
     for tenant, priority, item in (("a", 0, "a1"), ("a", 1, "a2"), ("b", -1, "b1"), ("b", 0, "b2")):
@@ -378,6 +397,34 @@ def test_a_session_comes_back_from_the_store_when_that_is_faster(first_s: float,
         await turn(gate, "b", 900, first_s=first_s, runs_s=first_s, log=log)
         assert value("restored_total") == (not waits)
         assert log[0][1] - begun_s == pytest.approx(5 if waits else 0, abs=0.01)
+
+    jumping(work())
+
+
+def test_with_a_store_turns_wait_here_and_not_within_the_engine():
+    async def work() -> None:
+        gate, value = admission(store=True, hold_s=100)
+        running, most = 0, 0
+
+        async def session(name: str) -> None:
+            nonlocal running, most
+            for _ in range(3):
+                async with gate.turn(Demand(name, "t", name, 300, 0, 0), ROOM) as stay:
+                    running += 1
+                    most = max(most, running)
+                    await asyncio.sleep(0.1)
+                    stay.saw(Chunk(ids=[1]))
+                    await asyncio.sleep(0.4)
+                    running -= 1
+                await asyncio.sleep(1)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(12):
+                group.create_task(session(f"s{number}"))
+        # Three at a time, and those with a place at once: nobody waits for 100 s of idleness.
+        assert 3 <= most <= 6
+        assert value("waited_total") > 0 and value("restored_total") > 0
+        assert asyncio.get_running_loop().time() < 12
 
     jumping(work())
 
