@@ -11,10 +11,12 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 EXAMPLES = """\
   longhaul model build
   longhaul model build --output /tmp/k3 --seed 7 --json
+  longhaul model build --small --output /models/k3-small
   longhaul model train --output runs/k3-small --minutes 13
   longhaul model eval --json
 """
@@ -28,9 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="DIR",
-        help="where to write it (default: models/k3-tiny in $LONGHAUL_STATE or ./.state)",
+        help="where to write it (default: models/k3-tiny or k3-small in $LONGHAUL_STATE or ./.state)",
     )
-    build.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
+    build.add_argument("--small", action="store_true", help="the trained one instead of the random tiny one")
+    build.add_argument("--seed", type=int, help="of the tiny one's weights (default: 0)")
     build.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     from model.evaluation import command as evaluation
     from model.training import command as training
@@ -49,25 +52,16 @@ def run(args: argparse.Namespace) -> int:
         from model.evaluation import command as evaluation
 
         return evaluation.run(args)
-    return _build(args)
+    if args.small and args.seed is not None:
+        print("longhaul model build: --seed is of the tiny one: leave it out with --small", file=sys.stderr)
+        return 2
+    from model.tiny import CheckpointError  # torch: not for `--help`
 
-
-def _build(args: argparse.Namespace) -> int:
-    from model import tiny  # torch: not for `--help`
-
-    path: Path = args.output or tiny.default_path()
     try:
-        checkpoint = tiny.build(path, args.seed)
-    except (tiny.CheckpointError, OSError) as error:
+        summary = _write_small(args.output) if args.small else _write_tiny(args.output, args.seed or 0)
+    except (CheckpointError, OSError) as error:
         print(f"longhaul model build: {error}", file=sys.stderr)
         return 1
-    summary = {
-        "path": str(checkpoint.path),
-        "seed": checkpoint.seed,
-        "parameters": checkpoint.parameters,
-        "bytes": sum((checkpoint.path / name).stat().st_size for name in checkpoint.files),
-        "sha256": checkpoint.files["model.safetensors"],
-    }
     if args.json:
         print(json.dumps(summary))
         return 0
@@ -79,3 +73,25 @@ def _build(args: argparse.Namespace) -> int:
         table.add_row(name, f"{value:,}" if name in ("parameters", "bytes") else str(value))
     Console().print(table)
     return 0
+
+
+def _write_small(output: Path | None) -> dict[str, Any]:
+    from model import small
+
+    path = small.build(output or small.default_path())
+    shipped = json.loads((small.SHIPPED / "longhaul.json").read_text(encoding="utf-8"))
+    size = sum(file.stat().st_size for file in path.iterdir())
+    return {"path": str(path), "parameters": shipped["parameters"], "bytes": size}
+
+
+def _write_tiny(output: Path | None, seed: int) -> dict[str, Any]:
+    from model import tiny
+
+    checkpoint = tiny.build(output or tiny.default_path(), seed)
+    return {
+        "path": str(checkpoint.path),
+        "seed": checkpoint.seed,
+        "parameters": checkpoint.parameters,
+        "bytes": sum((checkpoint.path / name).stat().st_size for name in checkpoint.files),
+        "sha256": checkpoint.files["model.safetensors"],
+    }

@@ -191,7 +191,7 @@ def test_the_gateway_understands_its_command() -> None:
     args = parse(service_gateway, command[1:])
     assert (args.engine, args.ledger) == (["http://engine:30000"], "redis://ledger:6379/0")
     assert (args.host, args.port, args.tenants) == ("0.0.0.0", 8000, None)
-    assert args.model == Path("/models/k3-tiny")
+    assert args.model == Path("/models/k3-small")
     assert seconds(found["stop_grace_period"]) > args.drain_s
 
 
@@ -227,7 +227,7 @@ def test_a_tenants_file_and_models_of_this_machine_reach_the_gateway(tmp_path: P
 @pytest.mark.parametrize(
     ("profile", "settings", "launch_profile", "path"),
     [
-        ("cpu", {}, "cpu-tiny", "/models/k3-tiny"),
+        ("cpu", {}, "cpu-tiny", "/models/k3-small"),
         ("gpu", {"ENGINE_PROFILE": "h200-slice", "MODEL_NAME": "K3"}, "h200-slice", "/models/K3"),
     ],
 )
@@ -249,10 +249,10 @@ def test_the_engine_understands_its_command(
     assert [argv[i + 1] for i, word in enumerate(argv) if word == "--host"] == ["0.0.0.0"]
 
 
-def test_the_tiny_model_is_written_where_the_others_read_it() -> None:
+def test_the_small_model_is_written_where_the_others_read_it() -> None:
     found = compose("cpu")["services"]
     args = parse(model_command, found["model"]["command"][1:])
-    assert args.output == Path("/models/k3-tiny")
+    assert args.output == Path("/models/k3-small")
     for name in ("model", "engine-cpu", "gateway"):
         assert [mount["source"] for mount in found[name]["volumes"] if mount["target"] == "/models"] == [
             "models"

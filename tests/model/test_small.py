@@ -74,3 +74,12 @@ def test_it_calls_a_tool(checkpoint: Path) -> None:
     ids = tokenizer.encode_segments(conversation_segments([question], [HARBOR.declaration()]))
     written = tokenizer.decode([step.token for step in ReferenceModel.load(checkpoint).greedy(ids, 90)])
     assert 'call tool="get_harbor"' in written and 'argument key="name" type="string"<|sep|>Oslo<' in written
+
+
+def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", "build", "--small", "--output", str(tmp_path / "k3"), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["path"] == str(tmp_path / "k3") and made["parameters"] == 17_330_248
+    assert K3Tokenizer.load(tmp_path / "k3").vocab_size == 4096
+    assert main(["model", "build", "--small", "--seed", "1"]) == 2
+    assert "--seed" in capsys.readouterr().err
