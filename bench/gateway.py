@@ -91,8 +91,8 @@ def conversation(tokenizer: K3Tokenizer, tokens: int, turns: int) -> list[Messag
     for turn in range(turns):
         words = [chance.choice(_WORDS) for _ in range(share)]
         text = " ".join(words)
-        while len(tokenizer.encode_text(text)) > share:
-            del words[: len(words) // 8 + 1]
+        while (excess := len(tokenizer.encode_text(text)) - share) > 0:
+            del words[: excess // 2 + 1]
             text = " ".join(words)
         messages.append({"role": "user", "content": f"Result {turn}: {text}"})
         messages.append({"role": "assistant", "content": ""})  # what the gateway answers goes here

@@ -148,6 +148,16 @@ _FULL: Final[dict[str, dict[str, Any]]] = {
         "metadata": {"user_id": "u"},
     },
 }
+_IMAGE_URL: Final = "data:image/png;base64,iVBORw0KGgo="
+_IMAGES: Final[dict[str, dict[str, Any]]] = {
+    CHAT: {"type": "image_url", "image_url": {"url": _IMAGE_URL, "detail": "low"}},
+    RESPONSES: {"type": "input_image", "image_url": _IMAGE_URL, "detail": "auto"},
+    MESSAGES: {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="},
+        "cache_control": {"type": "ephemeral"},
+    },
+}
 _JUNK: Final[Sequence[Any]] = (
     None,
     True,
@@ -173,9 +183,14 @@ _JUNK: Final[Sequence[Any]] = (
 _NAMELESS: Final = ("invalid_json", "request_too_large", "context_length_exceeded")
 
 
-def bases() -> list[tuple[str, bytes]]:
-    """Valid bodies to begin from, with their paths."""
+def bases(*, images: bool = False) -> list[tuple[str, bytes]]:
+    """Valid bodies to begin from, with their paths; with `images` for an engine that sees them, too."""
     found = [(path, orjson.dumps(body)) for path, body in _FULL.items()] * 4
+    if images:
+        for path, part in _IMAGES.items():
+            key = "input" if path == RESPONSES else "messages"
+            seen = {"role": "user", "content": [part]}
+            found += [(path, orjson.dumps({**_FULL[path], key: [seen, *_FULL[path][key]]}))] * 2
     for session in load():
         body = orjson.dumps({**session.turns[-1], "model": "kimi-k3"})
         if len(body) < _LARGEST_BASE_BYTES:
@@ -259,7 +274,7 @@ def complaint(path: str, answer: Answer) -> str | None:
 async def send(url: str, bodies: int, seed: int) -> tuple[Counter[int], list[str]]:
     """Send so many, and collect statuses and complaints."""
     chance = random.Random(seed)
-    found = bases()
+    found = bases(images=True)
     waiting = iter([(path, mutated(body, chance)) for path, body in chance.choices(found, k=bodies)])
     statuses, complaints = Counter[int](), list[str]()
 

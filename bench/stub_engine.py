@@ -102,6 +102,8 @@ class StubEngine:
                     "version": "0.5.23",
                 }
                 await _json(send, info)
+            case "/model_info":
+                await _json(send, {"has_image_understanding": True})
             case "/v1/models":
                 await _json(send, {"data": [{"id": MODEL, "max_model_len": CONTEXT_TOKENS}]})
             case _:  # /ready, /abort_request, /metrics

@@ -73,10 +73,24 @@ _SAMPLING: Final[Mapping[str, Schema]] = {
 }
 _EFFORT: Final = _words("none", *EFFORTS)
 _FUNCTION: Final = {"name": _NAME, "description": _STRING, "parameters": _ANY, "strict": _FLAG}
-_TEXT_PARTS: Final = _array(
-    _object({"type": _words("text", "input_text", "output_text"), "text": _STRING}, ("type", "text"))
+_IMAGE_URL: Final[Schema] = {"type": "string", "pattern": "^data:image/(png|jpeg|gif|webp);base64,"}
+
+
+def _content(image: Schema) -> Schema:
+    """A text, or parts, some of which may be images."""
+    text = _object({"type": _words("text", "input_text", "output_text"), "text": _STRING}, ("type", "text"))
+    return {"anyOf": [_STRING, _array({"anyOf": [text, image]})]}
+
+
+_CHAT_CONTENT: Final = _content(
+    _object(
+        {"type": _words("image_url"), "image_url": _object({"url": _IMAGE_URL}, ("url",))},
+        ("type", "image_url"),
+    )
 )
-_CONTENT: Final = {"anyOf": [_STRING, _TEXT_PARTS]}
+_ITEM_CONTENT: Final = _content(
+    _object({"type": _words("input_image"), "image_url": _IMAGE_URL}, ("type", "image_url"))
+)
 
 _CHAT: Final = _object(
     {
@@ -85,7 +99,7 @@ _CHAT: Final = _object(
             _object(
                 {
                     "role": _words("system", "developer", "user", "assistant", "tool"),
-                    "content": _CONTENT,
+                    "content": _CHAT_CONTENT,
                     "name": _STRING,
                     "reasoning_content": _STRING,
                     "tool_calls": _array(
@@ -150,7 +164,7 @@ _ITEM: Final[Schema] = {
             {
                 "type": _words("message"),
                 "role": _words("system", "developer", "user", "assistant"),
-                "content": _CONTENT,
+                "content": _ITEM_CONTENT,
             },
             ("role", "content"),
         ),
@@ -175,7 +189,7 @@ _ITEM: Final[Schema] = {
             ("type", "call_id", "name"),
         ),
         _object(
-            {"type": _words("function_call_output"), "call_id": _NAME, "output": _CONTENT},
+            {"type": _words("function_call_output"), "call_id": _NAME, "output": _ITEM_CONTENT},
             ("type", "call_id", "output"),
         ),
         _object({"type": _words("item_reference"), "id": _NAME}, ("id",)),
