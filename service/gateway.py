@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replace-images",
         action="store_true",
-        help="put a text where a conversation has images, instead of refusing it",
+        help="put a text where a conversation has images that no engine sees, instead of refusing it",
     )
     parser.add_argument(
         "--ping-s", type=float, default=10.0, metavar="S", help="ping a silent stream so often (%(default)s)"
