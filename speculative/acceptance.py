@@ -5,14 +5,14 @@ A proposal does not depend on how the walk came to its anchor, so all anchors ar
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.training.documents import WRITTEN, Kind
+from model.training.delta import CHUNK_TOKENS
 from model.training.network import Network
 from speculative.network import DraftNetwork
 from speculative.objective import Anchors, block_mask
@@ -20,8 +20,17 @@ from speculative.objective import Anchors, block_mask
 _ANCHORS_AT_ONCE: Final = 256
 
 
+class Proposals(NamedTuple):
+    """Tokens proposed after N anchors, and the logits of how sure the draft is of each, both [N, block]."""
+
+    tokens: Tensor
+    confidence: Tensor
+
+
 @torch.no_grad()
-def propose(network: DraftNetwork, target: Network, ids: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
+def propose(
+    network: DraftNetwork, target: Network, ids: Tensor, features: Tensor, anchors: Tensor
+) -> Proposals:
     """The tokens that the draft proposes after each anchor, greedily.
 
     Args:
@@ -29,26 +38,29 @@ def propose(network: DraftNetwork, target: Network, ids: Tensor, features: Tenso
         ids: [S].
         features: [S, taps * hidden].
         anchors: [N] positions.
-
-    Returns:
-        [N, block].
     """
     block = network.config.block_size
     offset = torch.arange(block, device=ids.device)
-    found: list[Tensor] = []
+    found: list[Proposals] = []
     for at in anchors.split(_ANCHORS_AT_ONCE):
+        # No anchor sees what stands behind the last of them. (Kernels want whole eights.)
+        seen = min(len(ids), -(-int(at.max()) // 8) * 8) if len(at) else 0
         tokens = torch.full((len(at), block), network.config.mask_token, device=ids.device)
         tokens[:, 0] = ids[at]
-        mask = block_mask(Anchors(at[None], torch.ones_like(at[None], dtype=torch.bool)), len(ids), block)
+        mask = block_mask(Anchors(at[None], torch.ones_like(at[None], dtype=torch.bool)), seen, block)
         positions = (at[:, None] + offset).flatten()[None]
-        hidden = network(target.model.embed_tokens(tokens.flatten()[None]), positions, features[None], mask)
-        base = target.lm_head(hidden[0]).float().unflatten(0, (-1, block))
+        embedded = target.model.embed_tokens(tokens.flatten()[None])
+        hidden = network(embedded, positions, features[None, :seen], mask)[0].unflatten(0, (-1, block))
+        base = target.lm_head(hidden).float()
         previous, proposed = tokens[:, 0], torch.empty_like(tokens)
+        sure = torch.empty_like(base[..., 0])
         for k in range(block):
-            previous = (base[:, k] + network.bias(network.codes(previous)).float()).argmax(-1)
+            codes = network.codes(previous)
+            sure[:, k] = network.confidence(hidden[:, k], codes).float()
+            previous = (base[:, k] + network.bias(codes).float()).argmax(-1)
             proposed[:, k] = previous
-        found.append(proposed)
-    return torch.cat(found)
+        found.append(Proposals(proposed, sure))
+    return Proposals(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
 @dataclass(slots=True)
@@ -59,19 +71,20 @@ class Tally:
     accepted: int = 0
     survived: list[int] = field(default_factory=list[int])
     """How many rounds accepted at least 1, 2, ... tokens."""
-    by_kind: dict[Kind, list[int]] = field(default_factory=dict[Kind, list[int]])
-    """[Rounds, accepted] by the kind of a round's first token."""
+    by_segment: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    """[Rounds, accepted] by what a round's first token belongs to."""
 
-    def add(self, accepted: int, block: int, kind: Kind) -> None:
+    def add(self, accepted: int, block: int, segments: Sequence[str]) -> None:
         """Count a round."""
         self.survived = self.survived or [0] * block
         self.rounds += 1
         self.accepted += accepted
         for k in range(accepted):
             self.survived[k] += 1
-        counts = self.by_kind.setdefault(kind, [0, 0])
-        counts[0] += 1
-        counts[1] += accepted
+        for segment in segments:
+            counts = self.by_segment.setdefault(segment, [0, 0])
+            counts[0] += 1
+            counts[1] += accepted
 
     @property
     def length(self) -> float:
@@ -79,26 +92,30 @@ class Tally:
         return 1 + self.accepted / max(1, self.rounds)
 
     def to_json(self) -> dict[str, Any]:
-        """Accept length over all, by kind, and the share of rounds that accepted 1, 2, ... tokens."""
+        """Accept length over all, by segment, and the share of rounds that accepted 1, 2, ... tokens."""
         return {
             "accept_length": round(self.length, 3),
             "rounds": self.rounds,
             "survival": [round(count / max(1, self.rounds), 3) for count in self.survived],
-            "by_kind": {
-                kind.name.lower(): round(1 + accepted / rounds, 3)
-                for kind, (rounds, accepted) in sorted(self.by_kind.items())
+            "by_segment": {
+                segment: {"accept_length": round(1 + accepted / rounds, 3), "rounds": rounds}
+                for segment, (rounds, accepted) in sorted(self.by_segment.items())
             },
         }
 
 
 def walk(
-    tally: Tally, ids: NDArray[Any], kinds: NDArray[Any], proposals: Mapping[int, Sequence[int]]
+    tallies: Sequence[Tally],
+    ids: NDArray[Any],
+    written: NDArray[np.bool_],
+    segments: Sequence[Sequence[str]],
+    proposals: Mapping[int, Sequence[int]],
 ) -> None:
     """Decode every answer in the text [S] from its first token on, as a server that drafts does.
 
-    `proposals` are those at each anchor. What a block proposes beyond the answer's end counts for nothing.
+    `proposals` are those at each anchor, `segments` what each token belongs to. What a block proposes beyond
+    the answer's end counts for nothing.
     """
-    written = np.isin(kinds, [int(kind) for kind in WRITTEN])
     edges = np.flatnonzero(np.diff(written.astype(np.int8), prepend=0, append=0))
     for start, end in zip(edges[::2], edges[1::2], strict=True):
         at = max(1, int(start))  # the first token of all has no context
@@ -109,20 +126,47 @@ def walk(
                 if proposed[accepted] != ids[at + 1 + accepted]:
                     break
                 accepted += 1
-            tally.add(accepted, len(proposed), Kind(int(kinds[at + 1])))
+            for tally in tallies:
+                tally.add(accepted, len(proposed), segments[at + 1])
             at += accepted + 1
 
 
-def measure(
-    network: DraftNetwork, target: Network, ids: NDArray[Any], kinds: NDArray[Any], tally: Tally
-) -> None:
-    """Walk one text [S], S a multiple of 64, and count into `tally`."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A text as draft and target see it: anchors [N] among what was written, what is proposed there, and
+    which of the written tokens (but one that begins the text) are the target's likeliest."""
+
+    anchors: NDArray[np.int64]
+    proposals: Proposals
+    is_greedy: NDArray[np.bool_]
+
+
+@torch.no_grad()
+def run(network: DraftNetwork, target: Network, ids: NDArray[Any], written: NDArray[np.bool_]) -> Measured:
+    """Run target and draft over one text [S]."""
     device = target.lm_head.weight.device
-    tokens = torch.from_numpy(ids.astype(np.int64)).to(device)
-    with torch.no_grad():
-        _, taps = target(tokens[None], network.config.target_layers)
-    written = np.flatnonzero(np.isin(kinds, [int(kind) for kind in WRITTEN]))
-    anchors = written[written > 0]
-    features = torch.cat(taps, -1)
-    proposed = propose(network, target, tokens, features, torch.from_numpy(anchors).to(device))
-    walk(tally, ids, kinds, dict(zip(anchors.tolist(), proposed.tolist(), strict=True)))
+    length = len(ids) + -len(ids) % CHUNK_TOKENS
+    tokens = torch.zeros(length, dtype=torch.long, device=device)
+    tokens[: len(ids)] = torch.from_numpy(ids.astype(np.int64))
+    last, taps = target(tokens[None], network.config.target_layers)
+    places = np.flatnonzero(written[1:])  # each before a token that was written
+    likeliest = target.lm_head(last[torch.from_numpy(places).to(device)]).argmax(-1).cpu().numpy()
+    anchors = np.flatnonzero(written)
+    anchors = anchors[anchors > 0]
+    proposals = propose(network, target, tokens, torch.cat(taps, -1), torch.from_numpy(anchors).to(device))
+    return Measured(anchors, proposals, likeliest == ids[1:][places])
+
+
+def measure(
+    network: DraftNetwork,
+    target: Network,
+    ids: NDArray[Any],
+    written: NDArray[np.bool_],
+    segments: Sequence[Sequence[str]],
+    *tallies: Tally,
+) -> Measured:
+    """Walk one text [S] and count into the tallies."""
+    measured = run(network, target, ids, written)
+    proposed = measured.proposals.tokens.tolist()
+    walk(tallies, ids, written, segments, dict(zip(measured.anchors.tolist(), proposed, strict=True)))
+    return measured

@@ -16,6 +16,9 @@ EXAMPLES = """\
   longhaul draft build
   longhaul draft build --target /models/k3 --output /models/k3-draft --block-size 4
   longhaul draft train --output runs/k3-small-draft
+  longhaul draft train --dry-run --target /models/Kimi-K3 --tokens 131072 --gpus 8
+  longhaul draft eval --json
+  longhaul draft calibrate --output runs/calibration
 """
 
 _MAX_BLOCK = 64
@@ -41,12 +44,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
     build.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
+    evaluate = actions.add_parser(
+        "eval",
+        help="measure accept lengths",
+        description="Play held-out sessions on an engine with the draft, on the CPU, and measure what is "
+        "accepted: as served, and as the trainer's own walk over the same text has it.",
+    )
+    _add_pair(evaluate)
+    evaluate.add_argument("--output", type=Path, metavar="DIR", help="write figures and a plot there")
+    evaluate.add_argument("--seed", type=int, default=0, help="of the sessions (default: %(default)s)")
+    evaluate.add_argument("--quick", action="store_true", help="the shortest context alone, two sessions")
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+    calibrate = actions.add_parser(
+        "calibrate",
+        help="calibrate the confidence head and measure the machine",
+        description="Write what SGLang's scheduler of verified tokens reads: temperatures of the confidence "
+        "head (sts.json), steps a second by verified tokens (sps.json), and a plot (reliability.svg).",
+    )
+    _add_pair(calibrate)
+    calibrate.add_argument("--output", type=Path, required=True, metavar="DIR", help="where to write them")
+    calibrate.add_argument("--seed", type=int, default=0, help="of the sessions (default: %(default)s)")
+    calibrate.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
     train = actions.add_parser(
         "train",
         help="train a draft of the small K3",
         description="Train a draft on what its target writes. A run goes on from the state it left.",
     )
-    train.add_argument("--output", type=Path, required=True, metavar="DIR", help="draft, log and state")
+    train.add_argument("--output", type=Path, metavar="DIR", help="draft, log and state")
     train.add_argument(
         "--target", type=Path, metavar="DIR", help="a K3 of `longhaul model train` (default: the shipped one)"
     )
@@ -77,13 +103,114 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--workers", type=int, help="processes that play users and tools (default: cores but two)"
     )
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print sizes, memory and time for any K3's config.json instead, the full one's included",
+    )
+    train.add_argument(
+        "--size",
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="with --dry-run: of a large target's draft, such as layers=5 or taps=5",
+    )
+    train.add_argument("--gpus", type=int, default=1, help="with --dry-run (default: %(default)s)")
     train.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
     train.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
+def _add_pair(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", type=Path, metavar="DIR", help="a K3 (default: the shipped one)")
+    parser.add_argument("--draft", type=Path, metavar="DIR", help="its draft (default: the shipped one)")
+
+
 def run(args: argparse.Namespace) -> int:
-    """Do as asked; 0 when the draft stands, 1 when it could not be written, 2 for bad arguments."""
-    return _train(args) if args.action == "train" else _build(args)
+    """Do as asked; 0 when it is done, 1 when it could not be, 2 for bad arguments."""
+    actions = {"build": _build, "train": _train, "eval": _eval, "calibrate": _calibrate}
+    return actions[args.action](args)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from model import small
+    from speculative import evaluation
+    from speculative.draft import SHIPPED, DraftError
+
+    stretches = (evaluation.Stretch(1024, 2, 4),) if args.quick else evaluation.STRETCHES
+    target: Path = (args.target or small.build(small.default_path())).absolute()
+    try:
+        result = evaluation.evaluate(
+            target, (args.draft or SHIPPED).absolute(), _note, seed=args.seed, stretches=stretches
+        )
+        if args.output is not None:
+            evaluation.write(args.output, result)
+    except (DraftError, OSError) as error:
+        print(f"longhaul draft eval: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(result))
+    else:
+        evaluation.show(result)
+    return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from model import small
+    from speculative import calibration
+    from speculative.draft import SHIPPED, DraftError
+
+    target: Path = (args.target or small.build(small.default_path())).absolute()
+    draft: Path = (args.draft or SHIPPED).absolute()
+    try:
+        result = calibration.calibrate(target, draft, args.output, _note, args.seed)
+    except (DraftError, OSError) as error:
+        print(f"longhaul draft calibrate: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(result))
+    else:
+        calibration.show(result)
+    return 0
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _dry_run(args: argparse.Namespace) -> int:
+    from model import small
+    from speculative import sizing
+    from speculative.draft import DraftError
+    from speculative.training import SIZES
+
+    target: Path = args.target or small.SHIPPED
+    names = sizing.Sizes.__slots__
+    # The small K3's own draft, or one of the proportions of those published for the full one.
+    given: dict[str, int] = {}
+    if target == small.SHIPPED:
+        given = {"taps": 3, **{name: SIZES[name] for name in names if name in SIZES}}
+    for text in args.size:
+        name, _, value = text.partition("=")
+        if name not in names or not value.isdecimal() or int(value) < 1:
+            print(f"longhaul draft train: --size {text}: give one of {', '.join(names)}", file=sys.stderr)
+            return 2
+        given[name] = int(value)
+    try:
+        load = sizing.Workload(args.steps or 2000, args.tokens, args.anchors, gpus=args.gpus)
+        result = sizing.plan(target, sizing.Sizes(**given), load)
+    except AssertionError:
+        print(
+            "longhaul draft train: --gpus must be positive, and heads a multiple of kv_heads", file=sys.stderr
+        )
+        return 2
+    except DraftError as error:
+        print(f"longhaul draft train: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(result))
+    else:
+        sizing.show(result)
+    return 0
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -110,6 +237,11 @@ def _train(args: argparse.Namespace) -> int:
             "and --tokens a multiple of it",
             file=sys.stderr,
         )
+        return 2
+    if args.dry_run:
+        return _dry_run(args)
+    if args.output is None:
+        print("longhaul draft train: give --output, where the draft goes", file=sys.stderr)
         return 2
     plan = Plan(
         target=args.target or small.SHIPPED,

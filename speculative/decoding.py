@@ -24,8 +24,16 @@ def narrow(target: Network) -> None:
             module.weight.data = module.weight.data.to(target.dtype)
 
 
-def _through(target: Network, tokens: Tensor, attend: Callable[[int, Layer, Tensor], Tensor]) -> Tensor:
-    """Final hidden states of tokens [T], as `Network.forward`, with attention of one's own."""
+def through(
+    target: Network,
+    tokens: Tensor,
+    attend: Callable[[int, Layer, Tensor], Tensor],
+    captured: dict[int, Tensor] | None = None,
+) -> Tensor:
+    """Final hidden states of tokens [T], as `Network.forward`, with attention of one's own.
+
+    `captured` is filled with what each layer's attention reads, by the layer before it.
+    """
     stream = target.model.embed_tokens(tokens)
     bank: list[Tensor] = []
 
@@ -36,6 +44,8 @@ def _through(target: Network, tokens: Tensor, attend: Callable[[int, Layer, Tens
 
     for index, layer in enumerate(target.layers):
         x = mixed(layer.self_attention_res_proj, layer.self_attention_res_norm)
+        if captured is not None:
+            captured[index - 1] = x
         attended = attend(index, layer, layer.input_layernorm(x).to(target.dtype)).float()
         if index % target.geometry.attn_res_block_size == 0:
             bank.append(stream)
@@ -46,6 +56,24 @@ def _through(target: Network, tokens: Tensor, attend: Callable[[int, Layer, Tens
         stream = stream + layer.feed_forward(layer.post_attention_layernorm(x).to(target.dtype)).float()
     body = target.model
     return body.norm(mixed(body.output_attn_res_proj, body.output_attn_res_norm)).to(target.dtype)
+
+
+def graphed(step: Callable[[], None], note: Callable[[str], None]) -> Callable[[], None]:
+    """The step as one CUDA graph, or as it is where that fails. The step is taken twice meanwhile."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError as error:
+        note(f"no CUDA graph of a step, goes on without: {error}")
+        return step
+    return graph.replay
 
 
 class Decoder:
@@ -68,22 +96,22 @@ class Decoder:
         self.at = torch.zeros(batch, dtype=torch.long, device=device)
         """Which token of each is fed next."""
         self.is_waiting = torch.zeros(batch, dtype=torch.bool, device=device)
-        self._states: dict[int, Tensor] = {}
-        self._tails: dict[int, tuple[Tensor, ...]] = {}
-        self._cache: dict[int, tuple[Tensor, Tensor]] = {}
+        self.states: dict[int, Tensor] = {}
+        self.tails: dict[int, tuple[Tensor, ...]] = {}
+        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
         inner = geometry.kda_heads * geometry.kda_head_dim
         width = geometry.qk_nope_head_dim + geometry.qk_rope_head_dim
         for index in range(geometry.num_hidden_layers):
             if index in geometry.full_attention_layers:
                 shape = (batch, geometry.num_attention_heads, length, width)
                 k, v = (torch.zeros(shape, dtype=target.dtype, device=device) for _ in range(2))
-                self._cache[index] = k, v
+                self.cache[index] = k, v
             else:
                 size = geometry.kda_head_dim
-                self._states[index] = torch.zeros(batch, geometry.kda_heads, size, size, device=device)
+                self.states[index] = torch.zeros(batch, geometry.kda_heads, size, size, device=device)
                 past = (batch, geometry.conv_kernel_size - 1, inner)
                 q, k, v = (torch.zeros(past, dtype=target.dtype, device=device) for _ in range(3))
-                self._tails[index] = q, k, v
+                self.tails[index] = q, k, v
 
     @torch.no_grad()
     def begin(self, prompts: Sequence[Sequence[int]], prefilled: int) -> None:
@@ -127,7 +155,7 @@ class Decoder:
             attention = layer.self_attn
             if isinstance(attention, LatentAttention):
                 q, k, v = attention.before(x)
-                keys, values = self._cache[index]
+                keys, values = self.cache[index]
                 keys[rows, :, at] = k
                 values[rows, :, at] = v
                 read = F.scaled_dot_product_attention(q.unsqueeze(2), keys, values, attn_mask=mask)
@@ -135,7 +163,7 @@ class Decoder:
             assert isinstance(attention, DeltaAttention)
             return self._delta_step(index, attention, x, is_active)
 
-        logits = target.lm_head(_through(target, self.text[rows, at], attend)).float()
+        logits = target.lm_head(through(target, self.text[rows, at], attend)).float()
         if self._temperature > 0:
             chances = (logits / self._temperature).softmax(-1)
             drawn = (chances / torch.empty_like(chances).exponential_()).argmax(-1)
@@ -158,7 +186,7 @@ class Decoder:
             for conv, proj, tail in zip(
                 (attention.q_conv1d, attention.k_conv1d, attention.v_conv1d),
                 (attention.q_proj, attention.k_proj, attention.v_proj),
-                self._tails[index],
+                self.tails[index],
                 strict=True,
             )
         )
@@ -166,11 +194,11 @@ class Decoder:
         gate = gate + attention.dt_bias.view(heads, width)
         decay = (geometry.gate_lower_bound * torch.sigmoid(attention.A_log.exp().unsqueeze(-1) * gate)).exp()
         beta = torch.sigmoid(attention.b_proj(x).float()).unsqueeze(-1)
-        q, k = _unit(q) * width**-0.5, _unit(k)
-        state = self._states[index] * decay.unsqueeze(2)
+        q, k = unit(q) * width**-0.5, unit(k)
+        state = self.states[index] * decay.unsqueeze(2)
         error = beta * (v - (state @ k.unsqueeze(-1)).squeeze(-1))
         state = state + error.unsqueeze(-1) * k.unsqueeze(2)
-        self._states[index].copy_(torch.where(is_active[:, None, None, None], state, self._states[index]))
+        self.states[index].copy_(torch.where(is_active[:, None, None, None], state, self.states[index]))
         out = attention.o_norm((state @ q.unsqueeze(-1)).squeeze(-1)).flatten(1)
         return attention.o_proj((out * torch.sigmoid(attention.g_proj(x).float())).to(x.dtype))
 
@@ -187,7 +215,7 @@ class Decoder:
             attention = layer.self_attn
             if isinstance(attention, LatentAttention):
                 q, k, v = (part.unflatten(0, (batch, -1)).transpose(1, 2) for part in attention.before(x))
-                keys, values = self._cache[index]
+                keys, values = self.cache[index]
                 keys[rows, :, :length], values[rows, :, :length] = k, v
                 read = F.scaled_dot_product_attention(q, k, v, is_causal=True)
                 return attention.after(x, read.transpose(1, 2).flatten(0, 1))
@@ -198,14 +226,14 @@ class Decoder:
                 part.view(batch, -1, heads, *part.shape[1:])[:, -1]
                 for part in (entering, parts.carry, parts.writes)
             )
-            self._states[index][rows] = last @ carry + writes
+            self.states[index][rows] = last @ carry + writes
             end = x.unflatten(0, (batch, -1))[:, length - past :]
             projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-            for tail, proj in zip(self._tails[index], projections, strict=True):
+            for tail, proj in zip(self.tails[index], projections, strict=True):
                 tail[rows] = proj(end)
             return attention.after(x, parts, entering)
 
-        _through(target, ids.flatten(), attend)
+        through(target, ids.flatten(), attend)
 
 
 def _convolve(conv: ShortConv, x: Tensor, tail: Tensor, is_active: Tensor) -> Tensor:
@@ -215,5 +243,6 @@ def _convolve(conv: ShortConv, x: Tensor, tail: Tensor, is_active: Tensor) -> Te
     return F.silu((window.float() * conv.weight[:, 0].T).sum(1))
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit(x: Tensor) -> Tensor:
+    """Vectors of length one."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+SHIPPED: Final = Path(__file__).parents[1] / "model" / "k3_small_draft"
+"""The draft of the small K3."""
 NORM_EPS: Final = 1e-6
 _SUCCESSOR_GAIN: Final = 40.0
 
@@ -79,6 +81,30 @@ class DraftConfig:
                 f"{target}: no configuration of a Kimi K3 ({error!r}); give a checkpoint"
             ) from error
         return cls(**{**given, **sizes})
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The configuration of a draft's directory, as `to_json` wrote it. Raises `DraftError`."""
+        try:
+            found: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            return cls(
+                target_depth=found["num_target_layers"],
+                target_layers=tuple(found["dflash_config"]["target_layer_ids"]),
+                mask_token=found["mask_token_id"],
+                max_positions=found["max_position_embeddings"],
+                layers=found["num_hidden_layers"],
+                heads=found["num_attention_heads"],
+                kv_heads=found["num_key_value_heads"],
+                **{
+                    name: found[name]
+                    for name in (
+                        "hidden_size", "vocab_size", "block_size", "head_dim", "intermediate_size",
+                        "markov_rank", "rope_theta", "dtype",
+                    )
+                },
+            )  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DraftError(f"{path}: no DSpark draft ({error!r}); give a draft's directory") from error
 
     def to_json(self) -> dict[str, Any]:
         """Content of `config.json`.

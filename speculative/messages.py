@@ -4,11 +4,15 @@ The tags are those of `model.encoding`; only special ids are markup. A message t
 sample anything) has no calls.
 """
 
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from model.encoding import CLOSE, OPEN, SEP
 from model.tokenizer import K3Tokenizer
@@ -86,6 +90,39 @@ def read(tokenizer: K3Tokenizer, ids: Sequence[int], first_call: int = 0) -> Mes
         ],
         kinds,
     )
+
+
+SEGMENTS: Final[Mapping[Kind, str]] = {
+    Kind.THINK: "thinking",
+    Kind.CALL: "calls",
+    Kind.ARGUMENT: "arguments",
+    Kind.RESPONSE: "prose",
+}
+COPIED: Final = "copied"
+_COPIED_TOKENS: Final = 4
+
+
+def segments(
+    tokenizer: K3Tokenizer, ids: NDArray[np.int16], written: NDArray[np.bool_]
+) -> list[tuple[str, ...]]:
+    """What each token of a text [S] belongs to, when the model wrote it.
+
+    One of `thinking`, `calls` (tags and the tools' names), `arguments` (their values) and `prose`; also
+    `copied` when it ends four tokens that stand earlier in what users and tools said.
+    """
+    listed: list[int] = ids.tolist()
+    found: list[tuple[str, ...]] = [()] * len(listed)
+    heard: set[tuple[int, ...]] = set()
+    edges = np.flatnonzero(np.diff(written.astype(np.int8), prepend=1 - int(written[0]), append=2))
+    for start, end in itertools.pairwise((*map(int, edges[:-1]), len(listed))):
+        grams = {at: tuple(listed[at - _COPIED_TOKENS + 1 : at + 1]) for at in range(start, end)}
+        if not written[start]:
+            heard |= set(grams.values())
+            continue
+        for at, kind in enumerate(read(tokenizer, listed[start:end]).kinds, start):
+            is_copied = at - start + 1 >= _COPIED_TOKENS and grams[at] in heard
+            found[at] = (SEGMENTS[kind], COPIED) if is_copied else (SEGMENTS[kind],)
+    return found
 
 
 def _value(text: str, type_name: str) -> Any:

@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 from model.tasks.lexicon import Split
 from model.tokenizer import K3Tokenizer
 from model.training import delta
-from model.training.documents import Kind
 from model.training.network import Network
-from speculative import messages
-from speculative.decoding import Decoder
+from speculative.decoding import Decoder, graphed
 from speculative.players import Players, Request
 
 _BLOCK_STEPS: Final = 16
@@ -45,15 +43,6 @@ class Rollouts:
         pairs = ((self.ids, other.ids), (self.written, other.written))
         return type(self)(*(np.concatenate(pair) for pair in pairs))  # pyright: ignore[reportArgumentType]
 
-    def kinds(self, tokenizer: K3Tokenizer, row: int) -> NDArray[np.uint8]:
-        """Kind of each token of a row, [L]; what the target did not write is context."""
-        ids, written = self.ids[row].tolist(), self.written[row]
-        found = np.full(len(ids), int(Kind.CONTEXT), np.uint8)
-        edges = np.flatnonzero(np.diff(written.astype(np.int8), prepend=0, append=0))
-        for start, end in zip(edges[::2], edges[1::2], strict=True):
-            found[start:end] = messages.read(tokenizer, ids[start:end]).kinds
-        return found
-
 
 class Roller:
     """Draws rollouts of one target."""
@@ -69,7 +58,7 @@ class Roller:
         self._note = note
         self._ends = K3Tokenizer.from_json(tokenizer_json).eos_ids
         self._players = Players(tokenizer_json, workers)
-        self._has_graphs = target.lm_head.weight.is_cuda
+        self._on_gpu = target.lm_head.weight.is_cuda
 
     def close(self) -> None:
         """End the processes."""
@@ -91,7 +80,7 @@ class Roller:
         filled = time.monotonic()
         # Where each text's current message began.
         starts: list[int] = decoder.known.tolist()
-        step = self._captured(decoder)
+        step = graphed(decoder.step, self._note) if self._on_gpu else decoder.step
         steps = 0
         while steps < _MOST_STEPS * (length - prefilled):
             for _ in range(_BLOCK_STEPS):
@@ -124,26 +113,6 @@ class Roller:
             f" written, in {seconds:.1f} s ({filled - began:.1f} s to fill, {steps} steps)"
         )
         return found
-
-    def _captured(self, decoder: Decoder) -> Callable[[], None]:
-        """A step as one CUDA graph, or as it is where that fails."""
-        if not self._has_graphs:
-            return decoder.step
-        graph = torch.cuda.CUDAGraph()
-        try:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    decoder.step()
-            torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(graph):
-                decoder.step()
-        except RuntimeError as error:
-            self._note(f"no CUDA graph of a step, goes on without: {error}")
-            self._has_graphs = False
-            return decoder.step
-        return graph.replay
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from model.training import schedule
 from model.training.geometry import Geometry
 from model.training.network import Network
 from model.training.weights import from_checkpoint, read
-from speculative import draft
+from speculative import draft, messages, plots
 from speculative.acceptance import Tally, measure
 from speculative.decoding import narrow
 from speculative.draft import DraftConfig
@@ -169,6 +169,9 @@ class Run:
             "held_out": held_out,
         }
         self._write(**result)
+        log = [json.loads(line) for line in self._log.read_text(encoding="utf-8").splitlines()]
+        picture = plots.training(log, self.config.block_size)
+        (self.plan.output / "training.svg").write_text(picture, encoding="utf-8")
         return result
 
     def measure(self, texts: Rollouts) -> dict[str, Any]:
@@ -176,7 +179,10 @@ class Run:
         tokenizer = K3Tokenizer.from_json(self.tokenizer_json)
         tally = Tally()
         for row in range(len(texts.ids)):
-            measure(self.network, self.target, texts.ids[row], texts.kinds(tokenizer, row), tally)
+            ids, written = texts.ids[row], texts.written[row]
+            measure(
+                self.network, self.target, ids, written, messages.segments(tokenizer, ids, written), tally
+            )
         self.note(f"held out, {texts.ids.shape[1]} tokens: accept length {tally.length:.3f}")
         return tally.to_json()
 

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from model import small
 from model.training import checkpoint
-from model.training.documents import Kind
 from model.training.geometry import Geometry, small_config
 from model.training.network import Network, initialise
 from service.cli import main
@@ -45,9 +44,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan(target: Path, output: Path, steps: int) -> Plan:
     return Plan(
-        target, output, steps=steps, tokens=1024, shares={256: 0.5, 512: 0.5}, rolled=256, round_tokens=4096,
+        target, output, steps=steps, tokens=1536, shares={512: 0.5, 768: 0.5}, rolled=192, round_tokens=3072,
         rollout_minutes=0.01, anchors=128, rate=4e-3, workers=1, device="cpu", dtype=torch.float32,
-        sizes=DRAFT_SIZES, held_out=((1024, 2),),
+        sizes=DRAFT_SIZES, held_out=((768, 2),),
     )  # fmt: skip
 
 
@@ -70,7 +69,7 @@ def test_it_learns_and_says_how_long_its_proposals_are(trained: Path) -> None:
     rolled, first, last, result = log(trained)
     assert rolled["rolled_out_tokens"] > 0
     assert last["step"] == 20 and last["loss"] < first["loss"] - 0.05
-    assert result["held_out"]["1024"]["accept_length"] >= 1 and result["held_out"]["1024"]["rounds"] > 0
+    assert result["held_out"]["768"]["accept_length"] >= 1 and result["held_out"]["768"]["rounds"] > 0
 
 
 def test_it_is_written_in_the_format_that_sglang_loads(trained: Path, target: Path) -> None:
@@ -151,15 +150,15 @@ def test_anchors_stand_before_what_the_assistant_wrote() -> None:
 
 def test_a_walk_accepts_what_the_text_says() -> None:
     ids = np.arange(100, 120)
-    kinds = np.full(20, int(Kind.CONTEXT))
-    kinds[5:15] = int(Kind.THINK)
+    written = (ids >= 105) & (ids < 115)
+    segments = [("thinking",)] * 20
     right = {at: [int(x) for x in ids[at + 1 : at + 4]] for at in range(5, 15)}
     tally = Tally()
-    walk(tally, ids, kinds, right)
+    walk([tally], ids, written, segments, right)
     # 5 -> 9 -> 13, where only the last token is left to propose.
     assert (tally.rounds, tally.accepted, tally.survived) == (3, 7, [3, 2, 2])
     wrong = Tally()
-    walk(wrong, ids, kinds, {at: [0, *values[1:]] for at, values in right.items()})
+    walk([wrong], ids, written, segments, {at: [0, *values[1:]] for at, values in right.items()})
     assert (wrong.rounds, wrong.accepted, wrong.length) == (9, 0, 1)
 
 
@@ -169,20 +168,23 @@ def test_proposals_follow_the_markov_head(pair: tuple[Network, DraftNetwork]) ->
     ids = torch.randint(0, 4000, (64,), generator=torch.Generator().manual_seed(2))
     _, taps = network(ids[None], draft.config.target_layers)
     features = torch.cat(taps, -1)
-    proposed = propose(draft, network, ids, features, torch.tensor([9, 40]))
+    proposed, sure = propose(draft, network, ids, features, torch.tensor([9, 40]))
     for row, at in enumerate((9, 40)):
         text = torch.cat((ids[: at + 1], proposed[row], ids[at + 8 :]))[None]
         anchors = Anchors(torch.tensor([[at]]), torch.ones(1, 1, dtype=torch.bool))
         blocks = run_blocks(draft, network, text, text >= 0, features[None], anchors)
         assert blocks.logits[0, 0].argmax(-1).equal(proposed[row])
+        assert blocks.confidence[0, 0].allclose(sure[row], atol=1e-4)
 
 
 def test_a_text_is_measured_whole(pair: tuple[Network, DraftNetwork]) -> None:
     network, draft = pair
     tally = Tally()
-    kinds = np.full(64, int(Kind.RESPONSE))
-    measure(draft, network, np.arange(64), kinds, tally)
+    written = np.arange(70) >= 10
+    measured = measure(draft, network, np.arange(70), written, [("prose",)] * 70, tally)
     assert tally.rounds > 0 and 1 <= tally.length <= 8
+    assert measured.anchors.tolist() == list(range(10, 70))
+    assert len(measured.is_greedy) == 60
 
 
 def test_the_command_trains(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,238 @@
+"""How fast a model decodes with its draft and without, in agent sessions that it plays itself.
+
+Held-out sessions begin as the script plays them, up to a context; from there on the model answers greedily,
+and its calls are executed. One engine with the draft and one without play the same sessions: one after
+another, timed from a message's first token to its last, then all at once, timed as a whole.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from typing import Any, Final
+
+from bench.engines import Engine, EngineFailure, note, running_engine
+from model import small
+from model.encoding import END_OF_MESSAGE
+from model.tasks.lexicon import Split
+from model.tokenizer import K3Tokenizer
+from model.training.documents import Encoder
+from speculative.players import Player, Request
+
+WAYS: Final = ("no draft", "draft")
+_MOST_TOKENS: Final = 400
+Engines = Generator[tuple[str, Engine]]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One answer: its ids, how many came after the first ones and in how many seconds, and how often a draft
+    was verified."""
+
+    ids: list[int]
+    timed: int
+    seconds: float
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """What is played: so many sessions, so many messages of each."""
+
+    model: Path
+    seed: int
+    sessions: int
+    messages: int
+
+
+class Table:
+    """The users and tools of sessions, and a model that answers them."""
+
+    def __init__(self, play: Play, engine: Engine) -> None:
+        self._play = play
+        self._engine = engine
+        self._tokenizer = K3Tokenizer.load(play.model)
+        self._encoder = Encoder(self._tokenizer)
+        self._end = self._tokenizer.markup[END_OF_MESSAGE]
+
+    def session(self, number: int, context: int) -> list[Message]:
+        """Play one session from its `context` on."""
+        request = Request(f"decode/{self._play.seed}/{number}", Split.HELD_OUT, context)
+        player = Player(request, self._tokenizer, self._encoder)
+        ids = list(player.prompt)
+        found: list[Message] = []
+        for _ in range(self._play.messages):
+            message = self._answer(ids)
+            found.append(message)
+            ids += message.ids
+            ids += player.answer(message.ids)
+        return found
+
+    def _answer(self, ids: Sequence[int]) -> Message:
+        ends = self._tokenizer.eos_ids
+        body = {
+            "input_ids": list(ids),
+            "stream": True,
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": _MOST_TOKENS,
+                "stop_token_ids": sorted(ends),
+            },
+        }
+        answer: list[int] = []
+        first = last = 0.0
+        at_first = 0
+        meta: dict[str, Any] = {}
+        with self._engine.client.stream("POST", "/generate", json=body) as response:
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "output_ids" not in event:
+                    raise EngineFailure(f"/generate answered {line[:300]}")
+                last = time.perf_counter()
+                first = first or last
+                if not answer:
+                    at_first = len(event["output_ids"])
+                answer += event["output_ids"]
+                meta = event["meta_info"]
+        if not answer:
+            raise EngineFailure(f"/generate answered nothing (status {response.status_code})")
+        timed = len(answer) - at_first
+        if answer[-1] not in ends:
+            answer.append(self._end)
+        return Message(answer, timed, last - first, int(meta.get("spec_verify_ct") or 0))
+
+
+def measure(
+    play: Play, engine: Engine, contexts: Sequence[int]
+) -> tuple[dict[str, Any], list[list[Message]]]:
+    """Figures by context, and the messages of all sessions that were played one after another."""
+    table = Table(play, engine)
+    numbers = range(play.sessions)
+    by_context: dict[str, Any] = {}
+    played: list[list[Message]] = []
+    for context in contexts:
+        table.session(play.sessions, context)  # compiles what a first request compiles
+        alone = [table.session(number, context) for number in numbers]
+        played += alone
+        messages = [message for session in alone for message in session]
+        tokens = sum(message.timed for message in messages)
+        drafted = sum(len(message.ids) - 1 for message in messages)
+        rounds = sum(message.rounds for message in messages)
+        with ThreadPoolExecutor(play.sessions) as pool:
+            list(pool.map(table.session, numbers, repeat(context)))
+            began = time.perf_counter()
+            together = list(pool.map(table.session, numbers, repeat(context)))
+            seconds = time.perf_counter() - began
+        written = sum(len(message.ids) for session in together for message in session)
+        by_context[str(context)] = {
+            "tokens_per_second_alone": round(tokens / sum(message.seconds for message in messages), 1),
+            "tokens_per_second_together": round(written / seconds, 1),
+            "tokens": tokens,
+            **({"accept_length": round(drafted / rounds, 3)} if rounds else {}),
+        }
+        note(f"context {context}: {by_context[str(context)]}")
+    return by_context, played
+
+
+def main() -> int:
+    """Measure and report; 0 when both engines played to the end."""
+    parser = argparse.ArgumentParser(prog="python -m bench.decode", description=__doc__)
+    parser.add_argument("--model", type=Path, help="checkpoint (default: the small K3)")
+    parser.add_argument("--draft", type=Path, required=True, help="its DSpark draft")
+    parser.add_argument("--profile", default="cpu-tiny", help="launch profile (default: %(default)s)")
+    parser.add_argument("--sessions", type=int, default=4, help="at once (default: %(default)s)")
+    parser.add_argument("--messages", type=int, default=6, help="of each session (default: %(default)s)")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[1024], metavar="TOKENS", help="default: 1024"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the sessions (default: %(default)s)")
+    parser.add_argument(
+        "--both", action="store_true", help="boot both engines at once (not the measurements)"
+    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the engines' logs there")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    args = parser.parse_args()
+    if min(args.sessions, args.messages) < 1:
+        parser.error("give at least 1 of --sessions and --messages")
+    model: Path = (args.model or small.build(small.default_path())).absolute()
+    play = Play(model, args.seed, args.sessions, args.messages)
+    ways: dict[str, dict[str, Any]] = {}
+    talks: dict[str, list[list[Message]]] = {}
+    with tempfile.TemporaryDirectory(prefix="longhaul-decode-") as temporary:
+        scratch: Path = args.keep or Path(temporary)
+        scratch.mkdir(parents=True, exist_ok=True)
+        drafts = {WAYS[0]: None, WAYS[1]: args.draft.absolute()}
+        engines = _boot_both if args.both else _boot_one_by_one
+        for way, engine in engines(model, args.profile, drafts, scratch):
+            note(f"{way}: booted")
+            ways[way], talks[way] = measure(play, engine, args.contexts)
+    pairs = [
+        plain.ids == drafted.ids
+        for one, other in zip(*(talks[way] for way in WAYS), strict=True)
+        for plain, drafted in zip(one, other, strict=True)
+    ]
+    result = {
+        "profile": args.profile,
+        "sessions": args.sessions,
+        "equal_messages": sum(pairs),
+        "messages": len(pairs),
+        "ways": ways,
+        **{f"speedup_{how}": _speedup(ways, f"tokens_per_second_{how}") for how in ("alone", "together")},
+    }
+    if args.json:
+        print(json.dumps(result))
+    else:
+        _show(result)
+    return 0
+
+
+def _boot_one_by_one(model: Path, profile: str, drafts: Mapping[str, Path | None], scratch: Path) -> Engines:
+    for way, draft in drafts.items():
+        log = scratch / f"{way.replace(' ', '-')}.log"
+        with running_engine(model, log, profile=profile, draft=draft) as engine:
+            yield way, engine
+
+
+def _boot_both(model: Path, profile: str, drafts: Mapping[str, Path | None], scratch: Path) -> Engines:
+    with ExitStack() as stack, ThreadPoolExecutor(len(drafts)) as pool:
+        pending = {
+            way: pool.submit(
+                stack.enter_context,
+                running_engine(model, scratch / f"{way.replace(' ', '-')}.log", profile=profile, draft=draft),
+            )
+            for way, draft in drafts.items()
+        }
+        for way, future in pending.items():
+            yield way, future.result()
+
+
+def _speedup(ways: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, float]:
+    plain, drafted = (ways[way] for way in WAYS)
+    return {context: round(drafted[context][name] / plain[context][name], 2) for context in plain}
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    title = f"{result['profile']}: {result['equal_messages']} of {result['messages']} messages equal"
+    grid = Grid("context", "way", "tokens/s alone", f"{result['sessions']} at once", "accepted", title=title)
+    for context in result["speedup_alone"]:
+        for way in WAYS:
+            row = result["ways"][way][context]
+            cells = (row["tokens_per_second_alone"], row["tokens_per_second_together"])
+            grid.add_row(context, way, *map(str, cells), str(row.get("accept_length", "")))
+    Console().print(grid)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
