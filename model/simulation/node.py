@@ -10,8 +10,7 @@ is written through to host and store when the answer ends, and `cache_store.rete
 Prefill leaves a state where each of its chunks ends; one where KV went on without a state takes the place of
 the next one behind it. What an answer has behind its last state is not kept.
 
-Left out: chunks that requests share, batches that decode more slowly the larger they are, writes competing
-with reads.
+Left out: batches that decode more slowly the larger they are, writes competing with reads.
 """
 
 import math
@@ -105,6 +104,8 @@ class Node:
     _waiting: deque[Request] = field(default_factory=deque[Request])
     _prefill_free_s: float = 0.0
     _prefill_s: float = 0.0
+    _chunk_room: int = 0
+    _last_chunk_s: float = -1.0
     _store_free_s: float = 0.0
     _policy: StatePolicy = field(init=False)
 
@@ -233,24 +234,51 @@ class Node:
         request.computed_tokens = call.input_tokens - tokens[2]
         copied = max(0, tokens[2] - (ends[path[held - 1]] if held else 0)) * self.budget.kv_bytes_per_token
         copied += self.budget.state_bytes_per_rank * (far > depth)
+        lengths = self._chunks(request.computed_tokens)
         if request.measured is None:
             begin_s = max(now_s + copied / self.machine.host_bytes_s, self._prefill_free_s)
             prefill_s = request.computed_tokens / self.machine.prefill_tokens_s
             self._prefill_free_s = first_s = begin_s + prefill_s
             self._prefill_s += prefill_s
+            self._last_chunk_s = first_s - lengths[-1] / self.machine.prefill_tokens_s
         else:
             first_s = request.measured[0]
-        request.states = self._prefill_states(request, far, held)
+        request.states = self._prefill_states(request, far, held, lengths)
         request.kept = (path[far - 1] if far else ROOT, *request.states, *call.answer)[-1]
         self.events.at(first_s, lambda: self._prefilled(request, run))
         return True
 
-    def _prefill_states(self, request: Request, far: int, held: int) -> tuple[int, ...]:
+    def _chunks(self, tokens: int) -> list[int]:
+        """How long the chunks of a prefill are; the first is what the last one before leaves, if in time."""
+        chunk = self.budget.chunk_tokens
+        room = self._chunk_room if self.events.now_s <= self._last_chunk_s else chunk
+        lengths: list[int] = []
+        left = tokens
+        while left > 0:
+            length = left if left <= room else room // PAGE_TOKENS * PAGE_TOKENS
+            if length:
+                lengths.append(length)
+            left -= length
+            self._chunk_room = room - length
+            room = chunk
+        return lengths or [0]
+
+    def _prefill_states(
+        self, request: Request, far: int, held: int, lengths: Sequence[int]
+    ) -> tuple[int, ...]:
         """Where prefill leaves states, of a prompt with `far` restored nodes and KV of `held`."""
         path, ends = request.call.path, request.tree.ends
         if far >= len(path):
             return ()
-        found = [node for node in path[far:-1] if not ends[node] % self.budget.chunk_tokens] + [path[-1]]
+        at, position = far, ends[path[far - 1]] if far else 0
+        found: list[int] = []
+        for length in lengths[:-1]:
+            position += length
+            while at + 1 < len(path) and ends[path[at]] <= position:
+                at += 1
+            if at > far and path[at - 1] not in found:
+                found.append(path[at - 1])
+        found.append(path[-1])
         if held > far:
             # One forward keeps one state, and where cached KV went on without one that place comes first.
             branch = path[held - 1]

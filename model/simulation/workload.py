@@ -18,6 +18,8 @@ from replay.trace import Agent, Request, Session
 
 ROOT = 0
 PAGE_TOKENS = 64
+# Chunks that requests share end anywhere; so finely are the places told apart.
+CHUNK_PARTS = 8
 Blocks = tuple[int, ...]
 
 
@@ -168,7 +170,7 @@ def scripts(
             before: Blocks = ()
             for request in agent.requests:
                 tree.insert(request.blocks)
-                tree.cut(request.blocks, common_prefix(before, request.blocks), chunk_tokens)
+                tree.cut(request.blocks, common_prefix(before, request.blocks), chunk_tokens // CHUNK_PARTS)
                 before = request.blocks
             if continued:
                 for blocks in _continuations(agent, tree):

@@ -192,6 +192,22 @@ def test_prefill_leaves_a_state_where_each_chunk_ends():
     assert ask(node, 0, tree, other).hits == (256, 0, 0)
 
 
+def test_a_prompt_begins_in_the_chunk_that_the_one_before_leaves_room_in():
+    tree = Tree(64)
+    first, second = tuple(range(4)), tuple(range(100, 110))
+    for prompt in (first, second):
+        tree.insert(prompt)
+        tree.cut(prompt, 0, 64)
+    node = node_with(6400, 40, chunk_tokens=256)
+    for number, (prompt, tokens) in enumerate(((first, 300), (second, 650))):
+        call = Call(tuple(tree.path(prompt)), (), tokens, 1, 0, 0.0)
+        node.submit(Request(number, tree, call, 0.0, lambda request: None))
+    node.events.run(lambda: False)
+    held = node.device.open(1, tree)
+    # The first leaves 212 tokens of its second chunk, which are three pages.
+    assert [tree.ends[at] for at in tree.path(second) if held.states[at]] == [192, 448, 640]
+
+
 def test_where_kv_went_on_without_a_state_one_takes_the_place_of_the_prompts_end():
     tree = Tree(64)
     long, short, longer = tuple(range(8)), (0, 1, 2, 3, 90), (0, 1, 2, 3, 91, 92)
