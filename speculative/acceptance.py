@@ -65,31 +65,31 @@ def propose(
 
 @dataclass(slots=True)
 class Tally:
-    """Rounds of a walk, and how many of their proposals were accepted."""
+    """Rounds of a walk, and how many tokens of the text they gave."""
 
     rounds: int = 0
-    accepted: int = 0
+    gained: int = 0
     survived: list[int] = field(default_factory=list[int])
     """How many rounds accepted at least 1, 2, ... tokens."""
     by_segment: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
-    """[Rounds, accepted] by what a round's first token belongs to."""
+    """[Rounds, gained] by what a round's first token belongs to."""
 
-    def add(self, accepted: int, block: int, segments: Sequence[str]) -> None:
-        """Count a round."""
+    def add(self, accepted: int, gained: int, block: int, segments: Sequence[str]) -> None:
+        """Count a round: proposals accepted, and with them the target's own token if the text has one."""
         self.survived = self.survived or [0] * block
         self.rounds += 1
-        self.accepted += accepted
+        self.gained += gained
         for k in range(accepted):
             self.survived[k] += 1
         for segment in segments:
             counts = self.by_segment.setdefault(segment, [0, 0])
             counts[0] += 1
-            counts[1] += accepted
+            counts[1] += gained
 
     @property
     def length(self) -> float:
         """Accept length: tokens a round, the target's own included."""
-        return 1 + self.accepted / max(1, self.rounds)
+        return self.gained / max(1, self.rounds)
 
     def to_json(self) -> dict[str, Any]:
         """Accept length over all, by segment, and the share of rounds that accepted 1, 2, ... tokens."""
@@ -98,8 +98,8 @@ class Tally:
             "rounds": self.rounds,
             "survival": [round(count / max(1, self.rounds), 3) for count in self.survived],
             "by_segment": {
-                segment: {"accept_length": round(1 + accepted / rounds, 3), "rounds": rounds}
-                for segment, (rounds, accepted) in sorted(self.by_segment.items())
+                segment: {"accept_length": round(gained / rounds, 3), "rounds": rounds}
+                for segment, (rounds, gained) in sorted(self.by_segment.items())
             },
         }
 
@@ -126,9 +126,10 @@ def walk(
                 if proposed[accepted] != ids[at + 1 + accepted]:
                     break
                 accepted += 1
+            gained = min(accepted + 1, int(end) - 1 - at)
             for tally in tallies:
-                tally.add(accepted, len(proposed), segments[at + 1])
-            at += accepted + 1
+                tally.add(accepted, gained, len(proposed), segments[at + 1])
+            at += gained
 
 
 @dataclass(frozen=True, slots=True)

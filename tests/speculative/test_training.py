@@ -156,10 +156,10 @@ def test_a_walk_accepts_what_the_text_says() -> None:
     tally = Tally()
     walk([tally], ids, written, segments, right)
     # 5 -> 9 -> 13, where only the last token is left to propose.
-    assert (tally.rounds, tally.accepted, tally.survived) == (3, 7, [3, 2, 2])
+    assert (tally.rounds, tally.gained, tally.survived) == (3, 9, [3, 2, 2])
     wrong = Tally()
     walk([wrong], ids, written, segments, {at: [0, *values[1:]] for at, values in right.items()})
-    assert (wrong.rounds, wrong.accepted, wrong.length) == (9, 0, 1)
+    assert (wrong.rounds, wrong.gained, wrong.length) == (9, 9, 1)
 
 
 def test_proposals_follow_the_markov_head(pair: tuple[Network, DraftNetwork]) -> None:
