@@ -25,7 +25,7 @@ COMMANDS: dict[str, Command] = {
     "gateway": Command("service.gateway", "run the gateway alone, in front of a running engine"),
     "engine": Command("model.engine", "run SGLang with a launch profile, or print its command"),
     "model": Command("model.command", "build the tiny K3; train, ship and evaluate the small one"),
-    "draft": Command("speculative.command", "build a DSpark draft checkpoint"),
+    "draft": Command("speculative.command", "train, evaluate and calibrate DSpark drafts"),
     "store": Command("cache_store.command", "look at what engines have stored, and remove it"),
     "replay": Command("replay.command", "replay agent traces against an endpoint"),
     "trace": Command("replay.trace_command", "look at agent traces, and convert logs into them"),

@@ -1,1 +1,1 @@
-"""The DSpark draft and the gate that turns it off when it does not pay."""
+"""DSpark drafts: trained on what their targets write, evaluated as served, calibrated."""
