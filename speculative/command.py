@@ -1,4 +1,4 @@
-"""DSpark drafts: train, evaluate and calibrate one of the small K3, or build an untrained one for any checkpoint.
+"""DSpark drafts: train, evaluate, calibrate one of the small K3; build an untrained one for any checkpoint.
 
 An untrained draft proposes noise: decoding with it is slower than without. It is for tests of verification.
 """
