@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+from xml.sax.saxutils import escape
 
 _WIDTH: Final = 640
 _HEIGHT: Final = 360
@@ -51,7 +52,7 @@ def lines(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
         'font-size="13">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        f'<text x="{_LEFT}" y="20">{title}</text>',
+        f'<text x="{_LEFT}" y="20">{escape(title)}</text>',
     ]
     rows = 5 if highest == 1 else round(highest)
     for n in range(rows + 1):
@@ -59,9 +60,10 @@ def lines(
         height = bottom - (bottom - _TOP) * n / rows
         parts.append(f'<path d="M{_LEFT} {height:.1f}H{right}" stroke="#ddd"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{height + 4:.1f}" text-anchor="end">{value:.1f}</text>')
-    for x in sorted(set(xs)) if len(set(xs)) <= 9 else [low + (high - low) * n / 5 for n in range(6)]:
+    is_counted = len(set(xs)) <= 9 and all(x == int(x) for x in xs) and not is_square
+    for x in sorted(set(xs)) if is_counted else [low + (high - low) * n / 5 for n in range(6)]:
         across = at(x, 0).split()[0]
-        parts.append(f'<text x="{across}" y="{bottom + 18}" text-anchor="middle">{x:g}</text>')
+        parts.append(f'<text x="{across}" y="{bottom + 18}" text-anchor="middle">{x:.2g}</text>')
     middle = (_LEFT + right) / 2
     parts.append(f'<text x="{middle:.0f}" y="{_HEIGHT - 8}" text-anchor="middle">{axes[0]}</text>')
     parts.append(f'<text x="{right + 12}" y="{_TOP}" fill="#555">{axes[1]}</text>')

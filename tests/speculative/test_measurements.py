@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from model import small
 from model.training.geometry import Geometry, small_config
 from model.training.network import Network, initialise
 from service.cli import main
-from speculative import calibration, sizing
+from speculative import calibration, plots, sizing
 from speculative.calibration import Outcomes
 from speculative.decoding import Decoder
 from speculative.distribution import chi_square
@@ -107,6 +108,15 @@ def test_decoding_with_a_draft_writes_what_decoding_without_does(
     for row, known in enumerate(speculator.decoder.known.tolist()):
         end = min(known, int(plain.known[row]))
         assert speculator.decoder.text[row, :end].equal(plain.text[row, :end])
+
+
+def test_plots_are_whole() -> None:
+    curves = {"1,024": [(1.0, 0.9), (2.0, 0.5)], "8,192": [(1.0, 0.8), (2.0, 0.4)]}
+    root = ElementTree.fromstring(plots.lines("A & B", ("k", "tokens"), curves))
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"A & B", "1", "2", "0.4", "1,024", "8,192"} <= set(texts)
+    log = [{"step": n, "length": 1024, "seconds": 60.0 * n, "teacher_forced_length": 1.0 + n} for n in (1, 2)]
+    assert "1,024" in plots.training([{"rolled_out_tokens": 5}, *log], 7)
 
 
 def test_sizes_of_a_target_are_those_of_its_checkpoint() -> None:
