@@ -49,7 +49,7 @@ THROUGHPUT_GOAL: Final = 2.0
 BLOB_BYTES: Final = 2 << 30
 SGLANG, REDIS, ADMISSION = "sglang", "redis", "admission"
 WAYS: Final = (SGLANG, REDIS, ADMISSION)
-ADMISSION_OPTIONS: Final = {REDIS: (), ADMISSION: ("--admission", "on")}
+ADMISSION_OPTIONS: Final = {REDIS: ("--admission", "off"), ADMISSION: ("--admission", "on")}
 WAITED_METRIC: Final = "longhaul_admission_waited_total"
 
 
@@ -131,7 +131,8 @@ async def play(url: str, model: Path, workload: Workload, live: int) -> Report:
 def point(way: str, live: int, report: Report, waited: int | None) -> Point:
     """The figures of a cell."""
     total = report.total
-    tiers: Mapping[str, int] = total.tiers or {}
+    # SGLang alone names no tiers, and has one.
+    tiers: Mapping[str, int] = total.tiers or {"device": total.cached_tokens or 0}
     hit, theoretical, ttft = total.actual_hit or 0.0, total.theoretical_hit or 0.0, total.ttft
     return Point(
         way=way,

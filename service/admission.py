@@ -79,7 +79,10 @@ class AdmissionSettings:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A turn that asks for a place, at `asked_s` of the event loop's clock."""
+    """A turn that asks for a place, at `asked_s` of the event loop's clock.
+
+    continued: it goes on from a turn of the ledger, so its session is not a new one.
+    """
 
     rid: str
     tenant: str
@@ -87,12 +90,8 @@ class Demand:
     prompt_tokens: int
     output_tokens: int
     priority: int
+    continued: bool = False
     asked_s: float = field(default_factory=_now_s)
-
-    @property
-    def tokens(self) -> int:
-        """What the session's working set is taken to be while the turn runs."""
-        return self.prompt_tokens + min(self.output_tokens, _OUTPUT_TOKENS)
 
 
 @dataclass(slots=True, eq=False)
@@ -104,13 +103,23 @@ class _Waiting:
 class Stay:
     """A turn that was let in, and what came of it. `places` are the engine's; None where it has no such.
 
-    visits: it has none of them. moved_in: the session had been here, and had no place before.
+    tokens: what it was counted as. visits: it has no place. moved_in: the session had been here, and had no
+    place before.
     """
 
-    def __init__(self, places: Places | None = None, *, visits: bool = False, moved_in: bool = False) -> None:
+    def __init__(
+        self,
+        places: Places | None = None,
+        tokens: int = 0,
+        *,
+        visits: bool = False,
+        moved_in: bool = False,
+    ) -> None:
         self.places = places
+        self.tokens = tokens
         self.visits = visits
         self.moved_in = moved_in
+        self.cached_tokens = 0
         self.output_tokens = 0
         self.first_s: float | None = None
         self._begun_s = _now_s()
@@ -119,6 +128,9 @@ class Stay:
         """Count a chunk of the answer."""
         if self.first_s is None:
             self.first_s = _now_s() - self._begun_s
+            self.cached_tokens = (
+                chunk.cached_device_tokens + chunk.cached_host_tokens + chunk.cached_storage_tokens
+            )
         self.output_tokens += len(chunk.ids)
 
 
@@ -132,7 +144,8 @@ class Admission:
         self._metrics = metrics
         self._places: Places | None = None
         self._queue: FairQueue[_Waiting] = FairQueue()
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._known: OrderedDict[str, int] = OrderedDict()
+        """Sessions that were here, and how many of their tokens others had before them."""
         self._freed_s: float | None = None
         self._interval_s = math.inf
         self._restore_s_per_token = 0.0
@@ -197,15 +210,14 @@ class Admission:
     def _grant(self, demand: Demand, places: Places) -> Stay | None:
         """Let a turn in, if it can be now."""
         moved_in = demand.session not in places and demand.session in self._known
-        if places.enter(demand.session, demand.tenant, demand.tokens):
-            stay = Stay(places, moved_in=moved_in)
-        elif self._settings.store and self._restores(demand, places) and places.visit(demand.tokens):
+        shared = self._known.get(demand.session, 0)
+        tokens = max(1, demand.prompt_tokens - shared) + min(demand.output_tokens, _OUTPUT_TOKENS)
+        if places.enter(demand.session, demand.tenant, tokens):
+            return Stay(places, tokens, moved_in=moved_in)
+        if self._settings.store and self._restores(demand, places) and places.visit(tokens):
             self._metrics.restored.labels(demand.tenant).inc()
-            stay = Stay(places, visits=True, moved_in=moved_in)
-        else:
-            return None
-        self._remember(demand.session)
-        return stay
+            return Stay(places, tokens, visits=True, moved_in=moved_in)
+        return None
 
     def _restores(self, demand: Demand, places: Places) -> bool:
         """Whether bringing the session back is estimated to take less time than the next place does."""
@@ -215,13 +227,18 @@ class Admission:
         if stay.moved_in and stay.first_s is not None:
             measured = stay.first_s / demand.prompt_tokens
             self._restore_s_per_token += _SMOOTHING * (measured - self._restore_s_per_token)
+        if stay.first_s is not None:
+            # What a new session finds is what others left, such as a system prompt.
+            is_new = demand.session not in self._known and not demand.continued
+            self._remember(demand.session, stay.cached_tokens if is_new else None)
         assert stay.places is not None, "the engine has places"
         if stay.visits:
-            stay.places.part(demand.tokens)
+            stay.places.part(stay.tokens)
         elif stay.first_s is None:  # the engine has begun nothing
-            stay.places.undo(demand.session, demand.tokens)
+            stay.places.undo(demand.session, stay.tokens)
         else:
-            stay.places.rest(demand.session, demand.tokens, demand.prompt_tokens + stay.output_tokens)
+            own = max(0, demand.prompt_tokens - self._known[demand.session])
+            stay.places.rest(demand.session, stay.tokens, own + stay.output_tokens)
         self._serve()
 
     def _serve(self) -> None:
@@ -262,8 +279,9 @@ class Admission:
             )
         return self._places
 
-    def _remember(self, session: str) -> None:
-        self._known[session] = None
+    def _remember(self, session: str, shared: int | None) -> None:
+        """Note that a session was here; `shared` is what a new one shares with others."""
+        self._known.setdefault(session, shared or 0)
         self._known.move_to_end(session)
         if len(self._known) > _KNOWN_SESSIONS:
             self._known.popitem(last=False)

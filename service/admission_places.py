@@ -1,8 +1,8 @@
 """Which sessions may have KV on one engine's device: a place each, kept while their tools run.
 
 A session's working set is what its largest recent turn had, prompt and answer, and at least the sum of those
-that run now (sub-agents beside their parent). What sessions share, such as a system prompt, is counted for
-each. Together they may fill a share of the device's KV, and have as many states as there are.
+that run now (sub-agents beside their parent), without what others had before it. Together they may fill a
+share of the device's KV, and have as many states as there are.
 
 Counts are in tokens, times in seconds of the caller's clock. Nothing here waits.
 """

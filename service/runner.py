@@ -238,6 +238,7 @@ class TurnRunner:
                 prompt_tokens=prompt.most_tokens,
                 output_tokens=sampling["max_new_tokens"],
                 priority=request.priority,
+                continued=prompt.parent is not None,
             )
             chunks = self._engines.generate(generation, place, demand)
             return Turn(

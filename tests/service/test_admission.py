@@ -15,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from bench.engines import Engine as RunningEngine
 from service.admission import Admission, AdmissionSettings, Demand, priority_of
 from service.admission_metrics import AdmissionMetrics
 from service.admission_places import Places, Reason, Room
 from service.admission_queue import FairQueue
 from service.cli import main
+from service.engine import Engine
 from service.errors import EngineFailed, NoPlace
 from service.generation import Chunk
 
@@ -401,6 +403,21 @@ def test_a_session_comes_back_from_the_store_when_that_is_faster(first_s: float,
     jumping(work())
 
 
+def test_what_a_new_session_finds_is_not_counted_again():
+    async def work() -> None:
+        gate, value = admission()
+        for session, cached, continued in (("a", 0, False), ("b", 500, False), ("c", 500, True)):
+            before = value("place_tokens")
+            for _ in range(2):
+                demand = Demand(session, "t", session, 600, 0, 0, continued)
+                async with gate.turn(demand, Room(10_000)) as stay:
+                    stay.saw(Chunk(ids=[1], cached_device_tokens=cached))
+                    stay.saw(Chunk(ids=[1]))
+                assert value("place_tokens") - before == (102 if session == "b" else 602)
+
+    jumping(work())
+
+
 def test_with_a_store_turns_wait_here_and_not_within_the_engine():
     async def work() -> None:
         gate, value = admission(store=True, hold_s=100)
@@ -536,6 +553,12 @@ async def until_waiting(gateway: Gateway, count: int) -> None:
 async def test_the_room_is_what_the_engine_says(small: FakeEngine, gateway_factory: GatewayFactory):
     async with gateway_factory() as gateway:
         assert (await gateway.service.engines.info()).room == Room(1000, 6, 1)
+
+
+@pytest.mark.engine
+async def test_sglang_says_the_sizes_of_its_pools(engine: RunningEngine):
+    async with Engine(engine.url, vocabulary=8) as client:
+        assert (await client.info()).room == Room(262_144, 256, 8)
 
 
 async def test_a_refused_turn_says_when_to_come_again(small: FakeEngine, gateway_factory: GatewayFactory):
