@@ -214,7 +214,7 @@ class Admission:
         tokens = max(1, demand.prompt_tokens - shared) + min(demand.output_tokens, _OUTPUT_TOKENS)
         if places.enter(demand.session, demand.tenant, tokens):
             return Stay(places, tokens, moved_in=moved_in)
-        if self._settings.store and self._restores(demand, places) and places.visit(tokens):
+        if self._settings.store and self._restores(demand, places) and places.visit(demand.tenant, tokens):
             self._metrics.restored.labels(demand.tenant).inc()
             return Stay(places, tokens, visits=True, moved_in=moved_in)
         return None
@@ -227,13 +227,13 @@ class Admission:
         if stay.moved_in and stay.first_s is not None:
             measured = stay.first_s / demand.prompt_tokens
             self._restore_s_per_token += _SMOOTHING * (measured - self._restore_s_per_token)
-        if stay.first_s is not None:
-            # What a new session finds is what others left, such as a system prompt.
-            is_new = demand.session not in self._known and not demand.continued
-            self._remember(demand.session, stay.cached_tokens if is_new else None)
+        # What a new session finds is what others left, such as a system prompt; what it finds when it asks
+        # again, after its first turn broke off, may be its own.
+        shared = 0 if demand.continued or stay.first_s is None else stay.cached_tokens
+        self._remember(demand.session, shared)
         assert stay.places is not None, "the engine has places"
         if stay.visits:
-            stay.places.part(stay.tokens)
+            stay.places.part(demand.tenant, stay.tokens)
         elif stay.first_s is None:  # the engine has begun nothing
             stay.places.undo(demand.session, stay.tokens)
         else:
@@ -279,9 +279,9 @@ class Admission:
             )
         return self._places
 
-    def _remember(self, session: str, shared: int | None) -> None:
-        """Note that a session was here; `shared` is what a new one shares with others."""
-        self._known.setdefault(session, shared or 0)
+    def _remember(self, session: str, shared: int) -> None:
+        """Note that a session was here; `shared` is what it shares with others, if it is new."""
+        self._known.setdefault(session, shared)
         self._known.move_to_end(session)
         if len(self._known) > _KNOWN_SESSIONS:
             self._known.popitem(last=False)

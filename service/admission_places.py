@@ -86,7 +86,8 @@ class Places:
         self._idle: dict[str, float] = {}
         """Sessions without a running turn, by when that ended; the longest idle first."""
         self._active = 0
-        self._visits: list[int] = []
+        self._visits: list[tuple[str, int]] = []
+        """Turns without a place: tenant and tokens."""
 
     def __len__(self) -> int:
         return len(self._placed)
@@ -105,8 +106,9 @@ class Places:
         return int(self._share * self.room.kv_tokens)
 
     def held(self, tenant: str) -> int:
-        """Tokens of a tenant's places."""
-        return sum(place.tokens for place in self._placed.values() if place.tenant == tenant)
+        """Tokens of a tenant's places, and of its turns without one."""
+        visiting = sum(tokens for visitor, tokens in self._visits if visitor == tenant)
+        return visiting + sum(place.tokens for place in self._placed.values() if place.tenant == tenant)
 
     def enter(self, session: str, tenant: str, tokens: int) -> bool:
         """Begin a turn of a session that has a place, or for which there is one; whether there is."""
@@ -130,23 +132,24 @@ class Places:
             self._idle[session] = now_s
         self._take_back()
 
-    def visit(self, tokens: int) -> bool:
+    def visit(self, tenant: str, tokens: int) -> bool:
         """Begin a turn without a place, if all turns that run then fit the room; whether it has begun.
 
         What is idle gives way to it. Beyond that, turns would wait within the engine, where what was
         restored for one is evicted again for the next before it has run.
         """
-        running = sum(sum(place.turns) for place in self._placed.values()) + sum(self._visits)
+        running = sum(sum(place.turns) for place in self._placed.values())
+        running += sum(tokens for _, tokens in self._visits)
         most = self.room.running_requests
         if self._active and (running + tokens > self.limit_tokens or (most and self._active >= most)):
             return False
-        self._visits.append(tokens)
+        self._visits.append((tenant, tokens))
         self._active += 1
         return True
 
-    def part(self, tokens: int) -> None:
-        """End a turn that `visit` was told to have so many tokens."""
-        self._visits.remove(tokens)
+    def part(self, tenant: str, tokens: int) -> None:
+        """End a turn that `visit` was told of."""
+        self._visits.remove((tenant, tokens))
         self._active -= 1
 
     def undo(self, session: str, asked: int) -> None:

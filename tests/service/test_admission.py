@@ -141,19 +141,20 @@ def test_visits_fit_beside_the_turns_that_run(clock: Clock):
     held = places(clock, Room(kv_tokens=1000, running_requests=3))
     assert held.enter("a", "t", 800)
     held.rest("a", 800, 800)
-    assert held.visit(700), "what is idle gives way"
-    assert not held.visit(400)
-    assert held.visit(200) and held.visit(50)
-    assert not held.visit(10), "as many run as can"
-    held.part(50)
+    assert held.visit("t", 700), "what is idle gives way"
+    assert not held.visit("t", 400)
+    assert held.visit("t", 200) and held.visit("t", 50)
+    assert not held.visit("t", 10), "as many run as can"
+    assert held.held("t") == 800 + 950 and held.held("u") == 0
+    held.part("t", 50)
     assert held.enter("a", "t", 850), "its place is its own"
-    assert not held.visit(10)
+    assert not held.visit("t", 10)
     for tokens in (700, 200):
-        held.part(tokens)
-    assert held.visit(100)
-    held.part(100)
+        held.part("t", tokens)
+    assert held.visit("t", 100)
+    held.part("t", 100)
     held.rest("a", 850, 850)
-    assert held.visit(5000), "alone anything is let in"
+    assert held.visit("t", 5000), "alone anything is let in"
 
 
 def test_the_tenant_that_holds_least_is_next_and_priorities_are_its_own():
@@ -406,7 +407,15 @@ def test_a_session_comes_back_from_the_store_when_that_is_faster(first_s: float,
 def test_what_a_new_session_finds_is_not_counted_again():
     async def work() -> None:
         gate, value = admission()
-        for session, cached, continued in (("a", 0, False), ("b", 500, False), ("c", 500, True)):
+        with pytest.raises(RuntimeError):
+            async with gate.turn(Demand("r", "t", "d", 600, 0, 0), Room(10_000)):
+                raise RuntimeError
+        for session, cached, continued in (
+            ("a", 0, False),
+            ("b", 500, False),
+            ("c", 500, True),
+            ("d", 500, False),  # what it finds may be its own
+        ):
             before = value("place_tokens")
             for _ in range(2):
                 demand = Demand(session, "t", session, 600, 0, 0, continued)
