@@ -99,6 +99,7 @@ def table() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("agent", [claude_code, codex, opencode])
 async def test_an_agent_keeps_its_prefix(
+    fake_engine: FakeEngine,
     gateway_factory: GatewayFactory,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -106,7 +107,7 @@ async def test_an_agent_keeps_its_prefix(
     agent: Any,
 ):
     monkeypatch.setattr(stand_in, "CONTEXT_TOKENS", CONTEXT_TOKENS)
-    monkeypatch.setitem(stand_in.SERVER_INFO, "max_req_input_len", CONTEXT_TOKENS - 6)
+    fake_engine.server_info["max_req_input_len"] = CONTEXT_TOKENS - 6
     async with gateway_factory() as gateway:
         gateway.engine.script = calling_twice(gateway.engine)
         output = await run(agent, gateway, tmp_path, "run echo hi", again=False)
@@ -177,6 +178,11 @@ async def execute(command: list[str], directory: Path, environment: Mapping[str,
 async def sampled(gateway: Gateway, prompts: list[list[int]]) -> list[list[int]]:
     """What the stand-in sampled for each prompt."""
     return [
-        [id async for item in gateway.engine.script({"input_ids": prompt}) for id in item["output_ids"]]
+        [
+            id
+            async for item in gateway.engine.script({"input_ids": prompt})
+            if not isinstance(item, bytes)
+            for id in item["output_ids"]
+        ]
         for prompt in prompts
     ]
