@@ -200,6 +200,7 @@ def measure(player: Player, sessions: Sequence[Session], turns: int) -> Json:
         "reasoning_restored": sum(report.reasoning_restored for report in reports),
         "ids_rewritten": sum(report.ids_rewritten for report in reports),
         "ids_restored": sum(report.ids_restored for report in reports),
+        "refused": sum(report.error is not None for report in reports),
         "attacks": sum(report.attacks for report in reports),
         "false_restores": sum(report.false_restores for report in reports),
         "longest_prompt_tokens": max((report.prompt_tokens for report in reports), default=0),

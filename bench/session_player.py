@@ -38,7 +38,10 @@ class Speaker(Protocol):
 
 @dataclass(slots=True)
 class Report:
-    """One client's session. `compared`: turns that have a turn before them under the same head."""
+    """One client's session. `compared`: turns that have a turn before them under the same head.
+
+    error: what a turn was refused with, where one was; the session ends there.
+    """
 
     client: str
     path: str
@@ -53,6 +56,7 @@ class Report:
     false_restores: int = 0
     attacks: int = 0
     prompt_tokens: int = 0
+    error: str | None = None
 
     @property
     def holds(self) -> bool:
@@ -62,7 +66,12 @@ class Report:
             and self.reasoning_restored == self.reasoning_dropped
             and self.ids_restored == self.ids_rewritten
             and not self.false_restores
+            and self.error is None
         )
+
+
+class TurnRefused(RuntimeError):
+    """A turn that was to be answered was not."""
 
 
 class Player:
@@ -76,6 +85,13 @@ class Player:
     def play(self, session: Session, turns: int, tenant: str) -> Report:
         """One session of so many turns, as far as the recording shows how it would go on."""
         report = Report(session.client, session.path)
+        try:
+            self._play(session, turns, tenant, report)
+        except TurnRefused as error:
+            report.error = str(error)
+        return report
+
+    def _play(self, session: Session, turns: int, tenant: str, report: Report) -> None:
         habits = learned(session)
         salt = Tenant(tenant).cache_salt
         answers: list[tuple[list[Json], list[Json]]] = []  # by turn: as sent back, and the results
@@ -122,7 +138,6 @@ class Player:
             report.reasoning_dropped = len(dropped) if habits.drops_reasoning else 0
             report.ids_rewritten = len(habits.renamed) - len(call_ids_of(answer)) if habits.renamed else 0
             self._attack(session, body, seen, report, tenant)
-        return report
 
     def _attack(
         self, session: Session, body: Json, seen: Sequence[list[int]], report: Report, tenant: str
@@ -158,7 +173,7 @@ class Player:
         """Headers and answer: a message, or the items of a response."""
         response = self._post(session, body, tenant)
         if not response.is_success:
-            raise RuntimeError(f"{session.client}: {response.status_code}: {response.text[:500]}")
+            raise TurnRefused(f"{session.client}: {response.status_code}: {response.text[:500]}")
         whole = joined(session.path, response.text) if body.get("stream") else response.json()
         match session.path:
             case "/v1/chat/completions":
