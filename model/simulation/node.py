@@ -291,7 +291,7 @@ class Node:
         for node in request.states:
             self.device.add_state(run, node)
         if request.measured is None:
-            self._decode(request, run, request.call.output_tokens / self.machine.decode_tokens_s)
+            self._decode(request, run, (request.call.output_tokens - 1) / self.machine.decode_tokens_s)
         else:
             self.events.at(request.measured[1], lambda: self._finished(request, run))
 

@@ -255,8 +255,8 @@ def test_decoding_stands_still_while_a_prompt_is_prefilled():
     for prompt in ((0,), tuple(range(100, 1100))):
         tree.insert(prompt)
     node = node_with(128_000, 40)
-    # 10 s of decoding from 0.0037 s on; after 5 s a prompt that takes 3.2 s.
-    first = Request(0, tree, Call(tuple(tree.path((0,))), (), 74, 1000, 0, 0.0), 0.0, lambda request: None)
+    # 10 s of decoding from 0.0037 s on; after 5 s a prompt that takes 3.2 s. The first token is prefill's.
+    first = Request(0, tree, Call(tuple(tree.path((0,))), (), 74, 1001, 0, 0.0), 0.0, lambda request: None)
     path = tuple(tree.path(tuple(range(100, 1100))))
     second = Request(0, tree, Call(path, (), 64_001, 1, 0, 0.0), 5.0, lambda request: None)
     node.submit(first)
