@@ -1,11 +1,8 @@
-"""How many tokens a draft's proposals gain on a given text: greedy proposals, walked as a server does.
+"""How many tokens a draft's proposals gain on a given text: greedy proposals, walked as a server does."""
 
-A proposal does not depend on how the walk came to its anchor, so all anchors are run at once.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +14,6 @@ from model.training.network import Network
 from speculative.network import DraftNetwork
 from speculative.objective import Anchors, block_mask
 
-_ANCHORS_AT_ONCE: Final = 256
-
 
 class Proposals(NamedTuple):
     """Tokens proposed after N anchors, and the logits of how sure the draft is of each, both [N, block]."""
@@ -27,30 +22,40 @@ class Proposals(NamedTuple):
     confidence: Tensor
 
 
-@torch.no_grad()
-def propose(
-    network: DraftNetwork, target: Network, ids: Tensor, features: Tensor, anchors: Tensor
-) -> Proposals:
-    """The tokens that the draft proposes after each anchor, greedily.
+class Proposer:
+    """A draft over one text."""
 
-    Args:
-        network, target: the draft, and whose embedding and output head it uses.
-        ids: [S].
-        features: [S, taps * hidden].
-        anchors: [N] positions.
-    """
-    block = network.config.block_size
-    offset = torch.arange(block, device=ids.device)
-    found: list[Proposals] = []
-    for at in anchors.split(_ANCHORS_AT_ONCE):
+    @torch.no_grad()
+    def __init__(self, network: DraftNetwork, target: Network, ids: Tensor, features: Tensor) -> None:
+        """Take a text.
+
+        Args:
+            network, target: the draft, and whose embedding and output head it uses.
+            ids: [S].
+            features: [S, taps * hidden].
+        """
+        self._network = network
+        self._target = target
+        self._ids = ids
+        self._contexts = network.contexts(features[None])
+
+    @torch.no_grad()
+    def __call__(self, anchors: Tensor) -> Proposals:
+        """The tokens that the draft proposes after each anchor [N], greedily."""
+        network, target, ids = self._network, self._target, self._ids
+        block = network.config.block_size
+        offset = torch.arange(block, device=ids.device)
         # No anchor sees what stands behind the last of them. (Kernels want whole eights.)
-        seen = min(len(ids), -(-int(at.max()) // 8) * 8) if len(at) else 0
-        tokens = torch.full((len(at), block), network.config.mask_token, device=ids.device)
-        tokens[:, 0] = ids[at]
-        mask = block_mask(Anchors(at[None], torch.ones_like(at[None], dtype=torch.bool)), seen, block)
-        positions = (at[:, None] + offset).flatten()[None]
+        seen = min(len(ids), -(-int(anchors.max()) // 8) * 8)
+        contexts = [(k[:, :, :seen], v[:, :, :seen]) for k, v in self._contexts]
+        tokens = torch.full((len(anchors), block), network.config.mask_token, device=ids.device)
+        tokens[:, 0] = ids[anchors]
+        mask = block_mask(
+            Anchors(anchors[None], torch.ones_like(anchors[None], dtype=torch.bool)), seen, block
+        )
+        positions = (anchors[:, None] + offset).flatten()[None]
         embedded = target.model.embed_tokens(tokens.flatten()[None])
-        hidden = network(embedded, positions, features[None, :seen], mask)[0].unflatten(0, (-1, block))
+        hidden = network.run(embedded, positions, contexts, mask)[0].unflatten(0, (-1, block))
         base = target.lm_head(hidden).float()
         previous, proposed = tokens[:, 0], torch.empty_like(tokens)
         sure = torch.empty_like(base[..., 0])
@@ -59,8 +64,22 @@ def propose(
             sure[:, k] = network.confidence(hidden[:, k], codes).float()
             previous = (base[:, k] + network.bias(codes).float()).argmax(-1)
             proposed[:, k] = previous
-        found.append(Proposals(proposed, sure))
-    return Proposals(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        return Proposals(proposed, sure)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A block drafted behind the token `at`: how many of its `countable` positions (those in the message) were
+    `accepted`, how many tokens were `gained` with the target's own, and how sure the draft was of each."""
+
+    at: int
+    accepted: int
+    countable: int
+    gained: int
+    confidence: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.accepted <= self.countable <= len(self.confidence) and self.gained > 0
 
 
 @dataclass(slots=True)
@@ -74,17 +93,17 @@ class Tally:
     by_segment: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     """[Rounds, gained] by what a round's first token belongs to."""
 
-    def add(self, accepted: int, gained: int, block: int, segments: Sequence[str]) -> None:
-        """Count a round: proposals accepted, and with them the target's own token if the text has one."""
-        self.survived = self.survived or [0] * block
+    def add(self, found: Round, segments: Sequence[str]) -> None:
+        """Count a round, whose first token belongs to `segments`."""
+        self.survived = self.survived or [0] * len(found.confidence)
         self.rounds += 1
-        self.gained += gained
-        for k in range(accepted):
+        self.gained += found.gained
+        for k in range(found.accepted):
             self.survived[k] += 1
         for segment in segments:
             counts = self.by_segment.setdefault(segment, [0, 0])
             counts[0] += 1
-            counts[1] += gained
+            counts[1] += found.gained
 
     @property
     def length(self) -> float:
@@ -105,46 +124,48 @@ class Tally:
 
 
 def walk(
-    tallies: Sequence[Tally],
-    ids: NDArray[Any],
-    written: NDArray[np.bool_],
-    segments: Sequence[Sequence[str]],
-    proposals: Mapping[int, Sequence[int]],
-) -> None:
-    """Decode every answer in the text [S] from its first token on, as a server that drafts does.
+    ids: NDArray[Any], written: NDArray[np.bool_], propose: Callable[[list[int]], Proposals]
+) -> list[Round]:
+    """Decode every message in the text [S] from its first token on, as a server that drafts does.
 
-    `proposals` are those at each anchor, `segments` what each token belongs to. What a block proposes beyond
-    the answer's end counts for nothing.
+    All messages at once: their next rounds are proposed together.
     """
     edges = np.flatnonzero(np.diff(written.astype(np.int8), prepend=0, append=0))
-    for start, end in zip(edges[::2], edges[1::2], strict=True):
-        at = max(1, int(start))  # the first token of all has no context
-        while at + 1 < end:
-            proposed = proposals[at]
+    messages = zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+    # The first token of all has no context.
+    active = [(max(1, start), end) for start, end in messages if max(1, start) + 1 < end]
+    found: list[Round] = []
+    while active:
+        proposals = propose([at for at, _ in active])
+        following: list[tuple[int, int]] = []
+        pairs = zip(active, proposals.tokens.tolist(), proposals.confidence.tolist(), strict=True)
+        for (at, end), proposed, sure in pairs:
             accepted = 0
-            while accepted < len(proposed) and at + 1 + accepted < end:
-                if proposed[accepted] != ids[at + 1 + accepted]:
-                    break
+            countable = min(len(proposed), end - 1 - at)
+            while accepted < countable and proposed[accepted] == ids[at + 1 + accepted]:
                 accepted += 1
-            gained = min(accepted + 1, int(end) - 1 - at)
-            for tally in tallies:
-                tally.add(accepted, gained, len(proposed), segments[at + 1])
-            at += gained
+            gained = min(accepted + 1, end - 1 - at)
+            found.append(Round(at, accepted, countable, gained, tuple(sure)))
+            if at + gained + 1 < end:
+                following.append((at + gained, end))
+        active = following
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A text as draft and target see it: anchors [N] among what was written, what is proposed there, and
-    which of the written tokens (but one that begins the text) are the target's likeliest."""
+    """The rounds of a walk, and which of the written tokens (but one that begins the text) are the target's
+    likeliest."""
 
-    anchors: NDArray[np.int64]
-    proposals: Proposals
+    rounds: Sequence[Round]
     is_greedy: NDArray[np.bool_]
 
 
 @torch.no_grad()
-def run(network: DraftNetwork, target: Network, ids: NDArray[Any], written: NDArray[np.bool_]) -> Measured:
-    """Run target and draft over one text [S]."""
+def measure(
+    network: DraftNetwork, target: Network, ids: NDArray[Any], written: NDArray[np.bool_]
+) -> Measured:
+    """Walk one text [S], of which the target wrote some tokens."""
     device = target.lm_head.weight.device
     length = len(ids) + -len(ids) % CHUNK_TOKENS
     tokens = torch.zeros(length, dtype=torch.long, device=device)
@@ -152,22 +173,6 @@ def run(network: DraftNetwork, target: Network, ids: NDArray[Any], written: NDAr
     last, taps = target(tokens[None], network.config.target_layers)
     places = np.flatnonzero(written[1:])  # each before a token that was written
     likeliest = target.lm_head(last[torch.from_numpy(places).to(device)]).argmax(-1).cpu().numpy()
-    anchors = np.flatnonzero(written)
-    anchors = anchors[anchors > 0]
-    proposals = propose(network, target, tokens, torch.cat(taps, -1), torch.from_numpy(anchors).to(device))
-    return Measured(anchors, proposals, likeliest == ids[1:][places])
-
-
-def measure(
-    network: DraftNetwork,
-    target: Network,
-    ids: NDArray[Any],
-    written: NDArray[np.bool_],
-    segments: Sequence[Sequence[str]],
-    *tallies: Tally,
-) -> Measured:
-    """Walk one text [S] and count into the tallies."""
-    measured = run(network, target, ids, written)
-    proposed = measured.proposals.tokens.tolist()
-    walk(tallies, ids, written, segments, dict(zip(measured.anchors.tolist(), proposed, strict=True)))
-    return measured
+    proposer = Proposer(network, target, tokens, torch.cat(taps, -1))
+    rounds = walk(ids, written, lambda anchors: proposer(torch.tensor(anchors, device=device)))
+    return Measured(rounds, likeliest == ids[1:][places])

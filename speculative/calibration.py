@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from model.encoding import generation_segments, head_segments, messages_segments
 from speculative import plots
-from speculative.acceptance import run
+from speculative.acceptance import measure
 from speculative.evaluation import Stretch, play_stretch
 from speculative.pair import Pair
 from speculative.served import Engine, running
@@ -129,16 +129,12 @@ def calibrate(
 
 
 def _outcomes(pair: Pair, ids: NDArray[Any], written: NDArray[np.bool_]) -> Outcomes:
-    measured = run(pair.draft, pair.target, ids, written)
-    proposed = measured.proposals.tokens.numpy()
-    block = proposed.shape[1]
-    after = measured.anchors[:, None] + 1 + np.arange(block)
-    inside = np.minimum(after, len(ids) - 1)
-    countable = (written[inside] & (after < len(ids))).cumprod(1).sum(1)
-    accepted = (((proposed == ids[inside]) & (np.arange(block) < countable[:, None])).cumprod(1)).sum(1)
-    has_any = countable > 0
-    logits = measured.proposals.confidence.double().numpy()
-    return Outcomes(logits[has_any], accepted[has_any], countable[has_any])
+    rounds = measure(pair.draft, pair.target, ids, written).rounds
+    return Outcomes(
+        np.array([found.confidence for found in rounds]),
+        np.array([found.accepted for found in rounds]),
+        np.array([found.countable for found in rounds]),
+    )
 
 
 def _joined(parts: Sequence[Outcomes]) -> Outcomes:

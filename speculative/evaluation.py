@@ -30,7 +30,7 @@ class Stretch:
     messages: int
 
 
-STRETCHES: Final = (Stretch(1024, 8, 8), Stretch(8192, 3, 14), Stretch(24576, 2, 20))
+STRETCHES: Final = (Stretch(1024, 6, 8), Stretch(8192, 2, 14), Stretch(24576, 1, 24))
 _LONGEST: Final = 32000
 
 
@@ -59,7 +59,10 @@ def evaluate(
         tally = Tally()
         for session in sessions:
             segments = messages.segments(pair.tokenizer, session.ids, session.written)
-            measured = measure(pair.draft, pair.target, session.ids, session.written, segments, tally, whole)
+            measured = measure(pair.draft, pair.target, session.ids, session.written)
+            for found in measured.rounds:
+                for counted in (tally, whole):
+                    counted.add(found, segments[found.at + 1])
             greedy += int(measured.is_greedy.sum())
             written += len(measured.is_greedy)
         drafted = sum(session.drafted for session in sessions)

@@ -7,6 +7,7 @@ head adds what the previous token says about the next; the confidence head says 
 Source: DSpark (arXiv 2607.05147); the layers are Qwen3's.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -133,12 +134,25 @@ class DraftNetwork(nn.Module):
         Returns:
             Final hidden states [B, Q, hidden]; the target's output head makes base logits of them.
         """
+        return self.run(embedded, positions, self.contexts(features), mask)
+
+    def contexts(self, features: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of the context for each layer, each [B, kv_heads, S, width]."""
         context = self.hidden_norm(self.fc(features))
         at = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
-        x = embedded
+        found: list[tuple[Tensor, Tensor]] = []
         for layer in self.layers:
             assert isinstance(layer, Layer)
-            x = layer(x, positions, layer.self_attn.keys_values(context, at), mask)
+            found.append(layer.self_attn.keys_values(context, at))
+        return found
+
+    def run(
+        self, embedded: Tensor, positions: Tensor, contexts: Sequence[tuple[Tensor, Tensor]], mask: Tensor
+    ) -> Tensor:
+        """As `forward`, with the context as `contexts` gives it."""
+        x = embedded
+        for layer, context in zip(self.layers, contexts, strict=True):
+            x = layer(x, positions, context, mask)
         return self.norm(x)
 
     def codes(self, previous: Tensor) -> Tensor:

@@ -180,9 +180,9 @@ class Run:
         tally = Tally()
         for row in range(len(texts.ids)):
             ids, written = texts.ids[row], texts.written[row]
-            measure(
-                self.network, self.target, ids, written, messages.segments(tokenizer, ids, written), tally
-            )
+            segments = messages.segments(tokenizer, ids, written)
+            for found in measure(self.network, self.target, ids, written).rounds:
+                tally.add(found, segments[found.at + 1])
         self.note(f"held out, {texts.ids.shape[1]} tokens: accept length {tally.length:.3f}")
         return tally.to_json()
 

@@ -15,7 +15,7 @@ from model.training import checkpoint
 from model.training.geometry import Geometry, small_config
 from model.training.network import Network, initialise
 from service.cli import main
-from speculative.acceptance import Tally, measure, propose, walk
+from speculative.acceptance import Proposals, Proposer, Tally, measure, walk
 from speculative.draft import DraftConfig, random_weights
 from speculative.network import DraftNetwork
 from speculative.objective import Anchors, draw_anchors, objective, run_blocks
@@ -151,15 +151,26 @@ def test_anchors_stand_before_what_the_assistant_wrote() -> None:
 def test_a_walk_accepts_what_the_text_says() -> None:
     ids = np.arange(100, 120)
     written = (ids >= 105) & (ids < 115)
-    segments = [("thinking",)] * 20
     right = {at: [int(x) for x in ids[at + 1 : at + 4]] for at in range(5, 15)}
-    tally = Tally()
-    walk([tally], ids, written, segments, right)
+    wrong = {at: [0, *values[1:]] for at, values in right.items()}
+
+    def walked(proposals: dict[int, list[int]]) -> Tally:
+        tally = Tally()
+
+        def propose(anchors: list[int]) -> Proposals:
+            tokens = torch.tensor([proposals[at] for at in anchors])
+            return Proposals(tokens, torch.zeros(tokens.shape))
+
+        for found in walk(ids, written, propose):
+            tally.add(found, ("thinking",))
+        return tally
+
     # 5 -> 9 -> 13, where only the last token is left to propose.
+    tally = walked(right)
     assert (tally.rounds, tally.gained, tally.survived) == (3, 9, [3, 2, 2])
-    wrong = Tally()
-    walk([wrong], ids, written, segments, {at: [0, *values[1:]] for at, values in right.items()})
-    assert (wrong.rounds, wrong.gained, wrong.length) == (9, 9, 1)
+    assert tally.to_json()["by_segment"] == {"thinking": {"accept_length": 3.0, "rounds": 3}}
+    tally = walked(wrong)
+    assert (tally.rounds, tally.gained, tally.length) == (9, 9, 1)
 
 
 def test_proposals_follow_the_markov_head(pair: tuple[Network, DraftNetwork]) -> None:
@@ -168,7 +179,7 @@ def test_proposals_follow_the_markov_head(pair: tuple[Network, DraftNetwork]) ->
     ids = torch.randint(0, 4000, (64,), generator=torch.Generator().manual_seed(2))
     _, taps = network(ids[None], draft.config.target_layers)
     features = torch.cat(taps, -1)
-    proposed, sure = propose(draft, network, ids, features, torch.tensor([9, 40]))
+    proposed, sure = Proposer(draft, network, ids, features)(torch.tensor([9, 40]))
     for row, at in enumerate((9, 40)):
         text = torch.cat((ids[: at + 1], proposed[row], ids[at + 8 :]))[None]
         anchors = Anchors(torch.tensor([[at]]), torch.ones(1, 1, dtype=torch.bool))
@@ -179,12 +190,10 @@ def test_proposals_follow_the_markov_head(pair: tuple[Network, DraftNetwork]) ->
 
 def test_a_text_is_measured_whole(pair: tuple[Network, DraftNetwork]) -> None:
     network, draft = pair
-    tally = Tally()
     written = np.arange(70) >= 10
-    measured = measure(draft, network, np.arange(70), written, [("prose",)] * 70, tally)
-    assert tally.rounds > 0 and 1 <= tally.length <= 8
-    assert measured.anchors.tolist() == list(range(10, 70))
-    assert len(measured.is_greedy) == 60
+    measured = measure(draft, network, np.arange(70), written)
+    assert sum(found.gained for found in measured.rounds) == 59
+    assert measured.rounds[0].at == 10 and len(measured.is_greedy) == 60
 
 
 def test_the_command_trains(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
