@@ -30,7 +30,7 @@ class Stretch:
     messages: int
 
 
-STRETCHES: Final = (Stretch(1024, 6, 8), Stretch(8192, 2, 14), Stretch(24576, 1, 24))
+STRETCHES: Final = (Stretch(1024, 6, 6), Stretch(8192, 2, 10), Stretch(24576, 1, 16))
 _LONGEST: Final = 32000
 
 
