@@ -133,11 +133,14 @@ class Tier:
         return True
 
     def add_state(self, run: TreeInTier, node: int) -> bool:
-        """Hold the state at a node's end; whether there was room, and the node was still held."""
+        """Hold the state at a node's end; whether there was room, and the node was still held.
+
+        The node counts as used now, with what is above it.
+        """
         if node == ROOT or not run.held[node]:
             return node == ROOT
         key = (run.number, node)
-        now_s = self._tick()
+        run.used[node] = now_s = self._tick()
         if run.states[node]:
             self._states.move_to_end(key)
             self._states[key] = now_s
