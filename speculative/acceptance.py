@@ -70,7 +70,7 @@ class Proposer:
 @dataclass(frozen=True, slots=True)
 class Round:
     """A block drafted behind the token `at`: how many of its `countable` positions (those in the message)
-    were `accepted`, how many tokens were `gained` with the target's own, and how sure the draft was of each."""
+    were `accepted`, how many tokens were `gained` with the target's own, and how sure the draft was."""
 
     at: int
     accepted: int
