@@ -2,6 +2,8 @@
 
 import random
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -183,3 +185,17 @@ def test_the_setting_takes_a_list_and_commas():
         StoreOptions.parse({"url": "redis://user:x@a:6379,redis://a"})
     with pytest.raises(ValueError, match="use redis://"):
         StoreOptions.parse({"url": "redis://a,"})
+
+
+def test_an_interpreter_that_ends_closes_it(servers: list[RedisProcess]) -> None:
+    lines = (
+        "import atexit, sys",
+        "from cache_store.options import StoreOptions",
+        "from cache_store.shards import Shards",
+        "store = Shards(StoreOptions.parse({'url': sys.argv[1:]}))",
+        "atexit.register(store.close)",
+        "atexit.register(lambda: print('ends'))",
+    )
+    urls = [process.unix_url for process in servers]
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines), *urls], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"ends\n", b"")
