@@ -132,7 +132,8 @@ class Quotas:
 
     async def _renew(self) -> None:
         while self._holds:
-            await asyncio.sleep(self._lease_s / _RENEWALS_A_LEASE)
+            # Not more seldom than a ledger that was away is asked again: what it has missed counts there.
+            await asyncio.sleep(min(self._lease_s / _RENEWALS_A_LEASE, _AWAY_S))
             await self.renew()
 
     async def _asked(self, question: Coroutine[Any, Any, Refusal | None], tenant: Tenant) -> bool:
