@@ -191,7 +191,9 @@ async def _replay(args: argparse.Namespace, sessions: list[Session], api_key: st
         words, calibration = await measure(client, args.tokenizer, seed)
         _warn(client, calibration)
         rules = options.rules(args)
-        bust_tokens = await mark_tokens(client, words) if rules.cache_bust else 0
+        # Where the template comes on top of the trace's counts, so does the mark.
+        replaces = rules.cache_bust and rules.count_template
+        bust_tokens = await mark_tokens(client, words) if replaces else 0
         pace = Pace(float(scale.factor) if args.time_scale is None else args.time_scale, args.idle_cap)
         turns = None if rules.recycle else sum(session.turns for session in sessions)
         capped = rules.system_idle_cap_s

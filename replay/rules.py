@@ -6,9 +6,9 @@ prompts before that place and outputs of one token; measuring begins when all la
 hour; ended sessions are followed by others, from their beginning, again and again; gaps are cut to 300 s in a
 tree, and the whole system never idles for more than 10 s; the first user message begins with `[rid:...]`, so
 that a repeated session finds nothing but its system prompt; the trace's counts are those of the messages'
-text, to which the chat template adds; a session that goes on keeps its last message only as far as the last
-full block of the trace; a run is void with more than 1 % of prompts too long for the model, or more than 10 %
-failures.
+text, to which the chat template and the mark add; a session that goes on keeps its last message only as far
+as the last full block of the trace; a run is void with more than 1 % of prompts too long for the model, or
+more than 10 % failures.
 """
 
 import dataclasses
