@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from model.training.delta import CHUNK_TOKENS
 from model.training.network import Network
 from speculative.network import DraftNetwork
 from speculative.objective import Anchors, block_mask
+
+_ANCHORS_AT_ONCE: Final = 256
 
 
 class Proposals(NamedTuple):
@@ -123,33 +125,52 @@ class Tally:
         }
 
 
-def walk(
-    ids: NDArray[Any], written: NDArray[np.bool_], propose: Callable[[list[int]], Proposals]
-) -> list[Round]:
+Propose = Callable[[list[int]], Proposals]
+
+
+def _messages(written: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """First anchor and end of each message in which there is something to draft. (The first token of all has
+    no context.)"""
+    edges = np.flatnonzero(np.diff(written.astype(np.int8), prepend=0, append=0))
+    pairs = zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+    return [(max(1, start), end) for start, end in pairs if max(1, start) + 1 < end]
+
+
+def _rounds(ids: NDArray[Any], places: Sequence[tuple[int, int]], propose: Propose) -> list[Round]:
+    """A round at each place: an anchor, and the end of its message."""
+    proposals = propose([at for at, _ in places])
+    found: list[Round] = []
+    triples = zip(places, proposals.tokens.tolist(), proposals.confidence.tolist(), strict=True)
+    for (at, end), proposed, sure in triples:
+        accepted = 0
+        countable = min(len(proposed), end - 1 - at)
+        while accepted < countable and proposed[accepted] == ids[at + 1 + accepted]:
+            accepted += 1
+        found.append(Round(at, accepted, countable, min(accepted + 1, end - 1 - at), tuple(sure)))
+    return found
+
+
+def walk(ids: NDArray[Any], written: NDArray[np.bool_], propose: Propose) -> list[Round]:
     """Decode every message in the text [S] from its first token on, as a server that drafts does.
 
     All messages at once: their next rounds are proposed together.
     """
-    edges = np.flatnonzero(np.diff(written.astype(np.int8), prepend=0, append=0))
-    messages = zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
-    # The first token of all has no context.
-    active = [(max(1, start), end) for start, end in messages if max(1, start) + 1 < end]
+    active = _messages(written)
     found: list[Round] = []
     while active:
-        proposals = propose([at for at, _ in active])
-        following: list[tuple[int, int]] = []
-        pairs = zip(active, proposals.tokens.tolist(), proposals.confidence.tolist(), strict=True)
-        for (at, end), proposed, sure in pairs:
-            accepted = 0
-            countable = min(len(proposed), end - 1 - at)
-            while accepted < countable and proposed[accepted] == ids[at + 1 + accepted]:
-                accepted += 1
-            gained = min(accepted + 1, end - 1 - at)
-            found.append(Round(at, accepted, countable, gained, tuple(sure)))
-            if at + gained + 1 < end:
-                following.append((at + gained, end))
-        active = following
+        latest = _rounds(ids, active, propose)
+        found += latest
+        pairs = zip(latest, active, strict=True)
+        following = [(taken.at + taken.gained, end) for taken, (_, end) in pairs]
+        active = [(at, end) for at, end in following if at + 1 < end]
     return found
+
+
+def everywhere(ids: NDArray[Any], written: NDArray[np.bool_], propose: Propose) -> list[Round]:
+    """A round behind every token of the messages, whether a server would draft there or not."""
+    places = [(at, end) for start, end in _messages(written) for at in range(start, end - 1)]
+    chunks = [places[n : n + _ANCHORS_AT_ONCE] for n in range(0, len(places), _ANCHORS_AT_ONCE)]
+    return [taken for chunk in chunks for taken in _rounds(ids, chunk, propose)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +184,13 @@ class Measured:
 
 @torch.no_grad()
 def measure(
-    network: DraftNetwork, target: Network, ids: NDArray[Any], written: NDArray[np.bool_]
+    network: DraftNetwork,
+    target: Network,
+    ids: NDArray[Any],
+    written: NDArray[np.bool_],
+    rounds: Callable[[NDArray[Any], NDArray[np.bool_], Propose], list[Round]] = walk,
 ) -> Measured:
-    """Walk one text [S], of which the target wrote some tokens."""
+    """Walk one text [S], of which the target wrote some tokens (or draft `everywhere`)."""
     device = target.lm_head.weight.device
     length = len(ids) + -len(ids) % CHUNK_TOKENS
     tokens = torch.zeros(length, dtype=torch.long, device=device)
@@ -174,5 +199,5 @@ def measure(
     places = np.flatnonzero(written[1:])  # each before a token that was written
     likeliest = target.lm_head(last[torch.from_numpy(places).to(device)]).argmax(-1).cpu().numpy()
     proposer = Proposer(network, target, tokens, torch.cat(taps, -1))
-    rounds = walk(ids, written, lambda anchors: proposer(torch.tensor(anchors, device=device)))
-    return Measured(rounds, likeliest == ids[1:][places])
+    found = rounds(ids, written, lambda anchors: proposer(torch.tensor(anchors, device=device)))
+    return Measured(found, likeliest == ids[1:][places])

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from model.encoding import generation_segments, head_segments, messages_segments
 from speculative import plots
-from speculative.acceptance import measure
+from speculative.acceptance import everywhere, measure
 from speculative.evaluation import Stretch, play_stretch
 from speculative.pair import Pair
 from speculative.served import Engine, running
 
-SESSIONS: Final = Stretch(1024, 8, 10)
+SESSIONS: Final = Stretch(1024, 8, 8)
 _BINS: Final = 15
 _TEMPERATURES: Final = np.geomspace(0.2, 5.0, 97)
 _PROBED: Final = (1, 2, 4, 8)
@@ -89,7 +89,9 @@ def calibrate(
 ) -> dict[str, Any]:
     """Play sessions on an engine with the draft, fit, measure, and write SGLang's two tables and a plot.
 
-    Half of the sessions are fitted to, the other half is what the errors are of. Raises `DraftError`.
+    Half of the sessions are fitted to, the other half is what the errors are of. Blocks behind every token of
+    a message count, not only those that an engine would draft: a fit needs more than those. Raises
+    `DraftError`.
     """
     pair = Pair.load(target, draft)
     with running(target, draft) as engine:
@@ -129,7 +131,7 @@ def calibrate(
 
 
 def _outcomes(pair: Pair, ids: NDArray[Any], written: NDArray[np.bool_]) -> Outcomes:
-    rounds = measure(pair.draft, pair.target, ids, written).rounds
+    rounds = measure(pair.draft, pair.target, ids, written, everywhere).rounds
     return Outcomes(
         np.array([found.confidence for found in rounds]),
         np.array([found.accepted for found in rounds]),

@@ -15,7 +15,7 @@ from model.training import checkpoint
 from model.training.geometry import Geometry, small_config
 from model.training.network import Network, initialise
 from service.cli import main
-from speculative.acceptance import Proposals, Proposer, Tally, measure, walk
+from speculative.acceptance import Proposals, Proposer, Tally, everywhere, measure, walk
 from speculative.draft import DraftConfig, random_weights
 from speculative.network import DraftNetwork
 from speculative.objective import Anchors, draw_anchors, objective, run_blocks
@@ -194,6 +194,10 @@ def test_a_text_is_measured_whole(pair: tuple[Network, DraftNetwork]) -> None:
     measured = measure(draft, network, np.arange(70), written)
     assert sum(found.gained for found in measured.rounds) == 59
     assert measured.rounds[0].at == 10 and len(measured.is_greedy) == 60
+    every = measure(draft, network, np.arange(70), written, everywhere).rounds
+    assert [found.at for found in every] == list(range(10, 69))
+    accepted = {found.at: found.accepted for found in every}
+    assert all(accepted[found.at] == found.accepted for found in measured.rounds)
 
 
 def test_the_command_trains(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
