@@ -152,8 +152,8 @@ class Habits:
                     calls = answer.get("tool_calls") or []
                     if calls:
                         message[name] = [self._call(recorded[0], call) for call in calls]
-                case "reasoning_content" if self.session.rewrites:
-                    pass
+                case "reasoning_content" if self.session.rewrites or not answer.get("reasoning_content"):
+                    pass  # what the recorded model thought is no thought of ours
                 case _:
                     message[name] = answer.get(name, recorded)
         return message
