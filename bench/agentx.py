@@ -324,5 +324,5 @@ def _show(result: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     # The service has a session of its own: only this ends it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     sys.exit(main())
