@@ -14,6 +14,9 @@ from model.vocabulary import TOKENIZER_SOURCES
 SHIPPED: Final = Path(__file__).with_name("k3_small")
 """Weights, configuration and vocabulary; the tokenizer's code is that of this package."""
 
+DRAFT: Final = Path(__file__).with_name("k3_small_draft")
+"""Its draft for SGLang's DSPARK."""
+
 PLACE: Final = Path("models", "k3-small")
 """Where the checkpoint lives in a state directory."""
 

@@ -98,7 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"a launch profile ({', '.join(profile_names())}) or a .toml file; default: by the GPUs here",
     )
-    parser.add_argument("--draft", type=Path, metavar="PATH", help="a DSpark checkpoint to speculate with")
+    parser.add_argument(
+        "--draft",
+        metavar="PATH",
+        help="a DSpark checkpoint to speculate with, or `none`; default: the small K3 has one, others none",
+    )
     parser.add_argument("--store-url", metavar="URL", help="Redis for blobs, instead of one's own")
     parser.add_argument("--ledger-url", metavar="URL", help="Redis for the ledger, instead of one's own")
     parser.add_argument(
@@ -142,7 +146,7 @@ def lay_out(args: argparse.Namespace) -> Layout:
         raise ProfileError("--no-store and --store-url contradict each other: give one of them")
     if args.store_memory is not None and args.store_memory <= 0:
         raise ProfileError(f"--store-memory {args.store_memory}: give a positive number of GiB")
-    for option, path in (("--tenants", args.tenants), ("--draft", args.draft)):
+    for option, path in (("--tenants", args.tenants), ("--draft", draft_path(args))):
         if path is not None and not path.exists():
             raise ProfileError(f"{option} {path}: there is no such file")
     state = state_directory(args.state_dir)
@@ -205,6 +209,13 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
+def draft_path(args: argparse.Namespace) -> Path | None:
+    """The draft to speculate with: the small K3's own unless told otherwise."""
+    if args.draft is None:
+        return small.DRAFT if args.model is None else None
+    return None if args.draft == "none" else Path(args.draft).absolute()
+
+
 def _serve(args: argparse.Namespace, layout: Layout, supervisor: Supervisor, display: Display) -> None:
     """Start everything, say so, and watch."""
     started: list[Service] = []
@@ -217,8 +228,9 @@ def _serve(args: argparse.Namespace, layout: Layout, supervisor: Supervisor, dis
     if args.model is None:
         small.build(layout.model)
     store_url, ledger_url = _start_redis(args, layout, start)
+    draft = draft_path(args)
     commands = [
-        layout.profile.command(layout.model, port, store_url=store_url, draft=args.draft, extra=args.extra)
+        layout.profile.command(layout.model, port, store_url=store_url, draft=draft, extra=args.extra)
         for port in layout.engine_ports
     ]
     display.busy("checking the engine's arguments", 0.0)

@@ -19,7 +19,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-SHIPPED: Final = Path(__file__).parents[1] / "model" / "k3_small_draft"
+from model import small
+
+SHIPPED: Final = small.DRAFT
 """The draft of the small K3."""
 NORM_EPS: Final = 1e-6
 _SUCCESSOR_GAIN: Final = 40.0

@@ -1,5 +1,6 @@
 """`longhaul serve`: what it refuses before it starts anything, and the whole of it for real."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -17,8 +18,8 @@ import psutil
 import pytest
 
 from cache_store.lock import DirectoryLock
-from model import arguments
-from service import stack
+from model import arguments, small
+from service import serve, stack
 from service.cli import main
 from service.processes import HttpService
 
@@ -59,6 +60,22 @@ def test_what_can_be_seen_to_be_wrong_is_said_before_anything_starts(
     assert main([*options, *more]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "draft"),
+    [
+        ([], small.DRAFT),
+        (["--draft", "none"], None),
+        (["--draft", "/a/draft"], Path("/a/draft")),
+        (["--model", "/a/model"], None),
+        (["--model", "/a/model", "--draft", "/a/draft"], Path("/a/draft")),
+    ],
+)
+def test_the_small_model_is_served_with_its_draft(more: list[str], draft: Path | None) -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    assert serve.draft_path(parser.parse_args(more)) == draft
 
 
 @pytest.mark.parametrize("option", ["--port", "--engine-port"])
