@@ -123,8 +123,11 @@ class Shards:
 
     def close(self) -> None:
         """Write what waits for a retry, for as long as the options grant, and close all connections."""
-        for store in self._stores:  # one after another: an interpreter that ends starts no threads
-            store.close()
+        try:
+            self._all(ValueStore.close)
+        except RuntimeError:  # an interpreter that ends starts no threads: one after another
+            for store in self._stores:
+                store.close()
         self._threads.shutdown()
 
     def _moved(
