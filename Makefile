@@ -3,8 +3,8 @@ PYTHON ?= python3
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := $(UV) run --frozen
 # One thread for each test process: two processes share two cores better than their threads would.
-UNIT := OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist loadfile
-ENGINE := $(RUN) pytest -m "engine or sglang"
+UNIT := OMP_NUM_THREADS=1 $(RUN) pytest -n 4 --dist loadfile
+ENGINE := $(RUN) pytest -m "engine or sglang or slow"
 
 # Every engine starts three processes that import SGLang: without bytecode on disk that doubles their start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -29,7 +29,7 @@ test: setup ## Lint, then all tests that run on a CPU: unit and engine
 	$(UNIT)
 	$(ENGINE)
 
-unit: setup ## The fast tests alone, no engine, without what imports SGLang
+unit: setup ## The fast tests alone, no engine, without what imports SGLang or computes for long
 	$(UNIT)
 
 engine: setup ## The tests that boot the real engine on this CPU

@@ -1,10 +1,13 @@
 from pathlib import Path
 
+import pytest
+
 from bench.episode import Player
 from model import small
 from model.tokenizer import K3Tokenizer
 
 
+@pytest.mark.slow
 def test_an_episode_is_one_conversation_cut_after_a_call(tmp_path: Path) -> None:
     model = small.build(tmp_path / "k3-small")
     episode = Player(model, 117).episode(1)

@@ -7,6 +7,7 @@ import pytest
 from bench import store
 
 
+@pytest.mark.slow
 def test_it_measures_every_way_over_both_transports():
     run = subprocess.run(
         [sys.executable, "-m", "bench.store", "--json", "--rounds", "1", "--sizes", "1024"],

@@ -77,6 +77,7 @@ def source(target: Network):
         yield made
 
 
+@pytest.mark.slow
 def test_sessions_go_on_by_what_the_target_wrote(
     source: Roller, target: Network, tokenizer: K3Tokenizer
 ) -> None:
