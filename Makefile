@@ -2,7 +2,7 @@
 PYTHON ?= python3
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := $(UV) run --frozen
-# One thread for each test process: two processes share two cores better than their threads would.
+# One thread for each test process; four of them, since half of the time they wait for sockets and clocks.
 UNIT := OMP_NUM_THREADS=1 $(RUN) pytest -n 4 --dist loadfile
 ENGINE := $(RUN) pytest -m "engine or sglang or slow"
 

@@ -26,6 +26,7 @@ def test_a_session_is_as_long_as_it_was_to_be(model: Path):
     assert 2000 < tokens <= 3100
 
 
+@pytest.mark.slow
 def test_the_gateway_is_measured_where_it_continues(model: Path, tmp_path: Path):
     bench = Bench(model, tmp_path, None)
     with bench.servers():

@@ -118,6 +118,7 @@ def test_rounding_changes_little(
     assert (model.logits(prompt) - exact).abs().max() < 1e-3
 
 
+@pytest.mark.slow
 def test_output_does_not_run_in_circles(model: ReferenceModel, prompt: list[int]) -> None:
     for start in (prompt, prompt[:1], [TEXT_TOKENS - 1] * 100):
         tokens = [step.token for step in model.greedy(start, 96)]

@@ -40,6 +40,7 @@ def common(left, right) -> int:
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_tokenizer", [True, False])
 def test_full_size_prompts_are_exact(replay, endpoint, traces, tokenizer_dir, with_tokenizer):
     arguments = ["--tokenizer", tokenizer_dir] if with_tokenizer else []

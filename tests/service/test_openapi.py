@@ -26,6 +26,7 @@ def test_every_route_is_described_and_nothing_else():
     assert described == served
 
 
+@pytest.mark.slow
 def test_real_bodies_are_valid():
     for path, body in bases(images=True):
         operation = DOCUMENT["paths"][path]["post"]

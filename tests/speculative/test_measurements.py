@@ -21,6 +21,8 @@ from speculative.draft import DraftConfig, DraftError, random_weights
 from speculative.network import DraftNetwork
 from speculative.speculation import Speculator
 
+pytestmark = pytest.mark.slow
+
 TARGET_SIZES = {
     "hidden_size": 64, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_token": 2,
     "intermediate_size": 128, "moe_intermediate_size": 32, "routed_expert_hidden_size": 32, "q_lora_rank": 32,

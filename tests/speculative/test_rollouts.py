@@ -42,6 +42,7 @@ def greedy(target: Network, ids: torch.Tensor) -> torch.Tensor:
     return target.lm_head(target(ids[None])[0]).argmax(-1)
 
 
+@pytest.mark.slow
 def test_a_step_is_what_the_whole_text_says(target: Network, tokenizer: K3Tokenizer) -> None:
     """Given tokens are followed, then the target's own are drawn; a sequence that waits stands still."""
     ids, _ = documents.batch(0, 0, 192, 384, Encoder(tokenizer))

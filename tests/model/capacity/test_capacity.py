@@ -121,6 +121,7 @@ def test_memory_is_parted_as_sglang_parts_it(ratio, monkeypatch):
     assert tokens == int(left * (1 << 30)) // kv // 64 * 64
 
 
+@pytest.mark.slow
 def test_the_command_plans_for_sessions(capsys):
     arguments = ["plan", "--sessions", "6", "--turns", "8", "--requests", "150", "--json"]
     assert main(arguments) == 0
@@ -132,6 +133,7 @@ def test_the_command_plans_for_sessions(capsys):
     assert found["breaks_at"]["sglang"] <= 48
 
 
+@pytest.mark.slow
 def test_the_command_says_what_does_not_fit(capsys):
     assert main(["plan", "--hardware", "h200-8"]) == 1
     assert "does not fit: 77.1 GB a GPU are lacking" in " ".join(capsys.readouterr().out.split())

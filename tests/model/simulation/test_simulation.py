@@ -377,6 +377,7 @@ def test_the_command_reports_and_draws(capsys, tmp_path):
         draw([], "x")
 
 
+@pytest.mark.slow
 def test_options_reach_the_simulation(capsys):
     base = ["simulate", "--context", "30000", "--turns", "20", "--requests", "200", "--concurrency", "24"]
     base += ["--policy", "redis", "--kv-tokens", "200000", "--state-slots", "60", "--json"]

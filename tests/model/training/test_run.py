@@ -50,6 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, vocabulary: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_it_learns(trained: Path) -> None:
     values = [line["loss"] for line in read_log(trained / "log.jsonl") if "kinds" in line]
     assert len(values) == 14
