@@ -4,15 +4,14 @@ Bytes pass as they are. What is kept is what the engine itself was given and gav
 says of its prompts has to be believed.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import orjson
 
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+from bench.asgi import Receive, Send, body_of, lifespan
 
 _TIMEOUT_S = 600.0
 _EVENT = b"data: {"
@@ -37,21 +36,14 @@ class EngineTap:
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Pass on one request (ASGI 3)."""
         if scope["type"] != "http":
-            while (message := await receive())["type"] != "lifespan.shutdown":
-                await send({"type": f"{message['type']}.complete"})
-            await send({"type": "lifespan.shutdown.complete"})
+            await lifespan(receive, send)
             return
-        body = bytearray()
-        more = True
-        while more:
-            message = await receive()
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
+        body = await body_of(receive)
         url = httpx.URL(self._engine_url).copy_with(path=scope["path"], query=scope["query_string"])
-        kept = self._kept(scope["path"], bytes(body))
+        kept = self._kept(scope["path"], body)
         async with (
             httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, verify=False) as client,
-            client.stream(scope["method"], url, content=bytes(body), headers=_JSON) as answer,
+            client.stream(scope["method"], url, content=body, headers=_JSON) as answer,
         ):
             content_type = answer.headers.get("content-type", "application/json").encode()
             headers = [(b"content-type", content_type)]

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import orjson
 import uvicorn
 
+from bench.asgi import Receive, Send, body_of, lifespan
 from bench.engines import free_port
 from model.encoding import conversation_segments, generation_segments, message_segments
 from model.tokenizer import K3Tokenizer
@@ -32,8 +33,6 @@ MODEL = "kimi-k3"
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 20.0
 
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 Script = Callable[[Mapping[str, Any]], Sequence[int]]
 
 
@@ -80,14 +79,9 @@ class StubEngine:
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request (ASGI 3)."""
         if scope["type"] != "http":
-            await self._lifespan(receive, send)
+            await lifespan(receive, send)
             return
-        body = bytearray()
-        more = True
-        while more:
-            message = await receive()
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
+        body = await body_of(receive)
         match scope["path"]:
             case "/generate":
                 await self._generate(orjson.loads(body), send)
@@ -157,11 +151,6 @@ class StubEngine:
             thinking_effort=body.get("reasoning_effort"),
         )
         return self._tokenizer.encode_segments(segments)
-
-    async def _lifespan(self, receive: Receive, send: Send) -> None:
-        while (message := await receive())["type"] != "lifespan.shutdown":
-            await send({"type": f"{message['type']}.complete"})
-        await send({"type": "lifespan.shutdown.complete"})
 
 
 async def _start(send: Send, content_type: bytes) -> None:
