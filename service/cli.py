@@ -7,6 +7,7 @@ optionally, `EXAMPLES` (shown under its help).
 import argparse
 import difflib
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -48,7 +49,12 @@ def _overview() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status (2 for a usage error, 130 after Ctrl-C)."""
+    """Run one command; returns its exit status (2 for a usage error, 130 after Ctrl-C).
+
+    As the console script (no `argv`), SIGTERM ends it like an exception: what it started is ended too.
+    """
+    if argv is None:
+        signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview())

@@ -7,8 +7,10 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, TypeVar
 
 from model.state import state_directory
 
@@ -22,6 +24,7 @@ EXAMPLES = """\
 """
 
 _MAX_BLOCK = 64
+_Result = TypeVar("_Result")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,49 +135,50 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from model import small
+    from model.training.command import note
     from speculative import evaluation
-    from speculative.draft import SHIPPED, DraftError
+    from speculative.draft import DraftError
 
     stretches = (evaluation.Stretch(1024, 2, 4),) if args.quick else evaluation.STRETCHES
-    target: Path = (args.target or small.build(small.default_path())).absolute()
     try:
-        result = evaluation.evaluate(
-            target, (args.draft or SHIPPED).absolute(), _note, seed=args.seed, stretches=stretches
-        )
+        result = evaluation.evaluate(*_pair(args), note, seed=args.seed, stretches=stretches)
         if args.output is not None:
             evaluation.write(args.output, result)
     except (DraftError, OSError) as error:
         print(f"longhaul draft eval: {error}", file=sys.stderr)
         return 1
-    if args.json:
-        print(json.dumps(result))
-    else:
-        evaluation.show(result)
-    return 0
+    return _report(args, result, evaluation.show)
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from model import small
+    from model.training.command import note
     from speculative import calibration
-    from speculative.draft import SHIPPED, DraftError
+    from speculative.draft import DraftError
 
-    target: Path = (args.target or small.build(small.default_path())).absolute()
-    draft: Path = (args.draft or SHIPPED).absolute()
     try:
-        result = calibration.calibrate(target, draft, args.output, _note, args.seed)
+        result = calibration.calibrate(*_pair(args), args.output, note, args.seed)
     except (DraftError, OSError) as error:
         print(f"longhaul draft calibrate: {error}", file=sys.stderr)
         return 1
+    return _report(args, result, calibration.show)
+
+
+def _pair(args: argparse.Namespace) -> tuple[Path, Path]:
+    """The target and its draft, the shipped ones unless said otherwise."""
+    from model import small
+    from speculative.draft import SHIPPED
+
+    target: Path = args.target or small.build(small.default_path())
+    draft: Path = args.draft or SHIPPED
+    return target.absolute(), draft.absolute()
+
+
+def _report(args: argparse.Namespace, result: _Result, show: Callable[[_Result], None]) -> int:
     if args.json:
         print(json.dumps(result))
     else:
-        calibration.show(result)
+        show(result)
     return 0
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _dry_run(args: argparse.Namespace) -> int:
@@ -206,11 +210,7 @@ def _dry_run(args: argparse.Namespace) -> int:
     except DraftError as error:
         print(f"longhaul draft train: {error}", file=sys.stderr)
         return 1
-    if args.json:
-        print(json.dumps(result))
-    else:
-        sizing.show(result)
-    return 0
+    return _report(args, result, sizing.show)
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -270,13 +270,13 @@ def _train(args: argparse.Namespace) -> int:
         print(f"longhaul draft train: {error}", file=sys.stderr)
         return 1
     result["path"] = str(plan.output)
-    if args.json:
-        print(json.dumps(result))
-        return 0
+    return _report(args, result, _show)
+
+
+def _show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
 
     Console().print_json(data=result)
-    return 0
 
 
 def _build(args: argparse.Namespace) -> int:

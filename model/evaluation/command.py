@@ -116,8 +116,12 @@ def evaluate(at: Endpoints, args: argparse.Namespace) -> dict[str, Any]:
         tasks = rng.randrange(1, _MOST_TASKS + 1)
         work.append(lambda session=session, tasks=tasks: _short(gateway, session, tasks, progress))
         progress.tasks += tasks
-    with ThreadPoolExecutor(args.parallel) as pool:
+    pool = ThreadPoolExecutor(args.parallel)
+    try:
         episodes = list(pool.map(_call, work))
+    finally:
+        # Interrupted, it waits for no episode: the service ends next, and what is played fails at once.
+        pool.shutdown(wait=False, cancel_futures=True)
     if args.failures is not None:
         failed = [j for episode in episodes for j in episode.judgements if not j.is_right]
         lines = (json.dumps({"kind": j.kind, "answer": j.answer, "reasoning": j.reasoning}) for j in failed)
