@@ -65,7 +65,8 @@ def describe(path: Path, config: Mapping[str, Any], tokenizer_json: str) -> None
     ids = special_ids(VOCAB_SIZE)
     tokens = {f"{role}_token_id": ids[text] for role, text in tiny.TOKEN_ROLES.items()}
     _write_json(path / "config.json", config)
-    _write_json(path / "generation_config.json", tokens)
+    # Sampled, so small a model misspells now and then what it copies: greedy, for clients that say nothing.
+    _write_json(path / "generation_config.json", {**tokens, "temperature": 0})
     _write_json(path / "tokenizer_config.json", tokenizer_config())
     (path / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
 

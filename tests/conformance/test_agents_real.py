@@ -22,7 +22,6 @@ import httpx
 import pytest
 
 from bench.engines import free_port
-from model import small
 from model.state import state_directory
 from service.stack import CPU_START_TIMEOUT_S
 
@@ -226,15 +225,11 @@ AGENTS = {
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`longhaul serve`, as by default, but greedy: Claude Code and Codex can't be told a temperature."""
+    """`longhaul serve`, as by default on a CPU: the small K3 with its draft."""
     directory = tmp_path_factory.mktemp("agents")
-    model = small.build(directory / "k3-small")
-    generation = model / "generation_config.json"
-    generation.write_text(json.dumps(json.loads(generation.read_text()) | {"temperature": 0}))
     port, engine_port = free_port(), free_port()
-    argv = [sys.executable, "-m", "service.cli", "serve", "--profile", "cpu-tiny", "--model", str(model)]
-    argv += ["--draft", str(small.DRAFT), "--state-dir", str(directory / "state")]
-    argv += ["--port", str(port), "--engine-port", str(engine_port)]
+    argv = [sys.executable, "-m", "service.cli", "serve", "--profile", "cpu-tiny"]
+    argv += ["--state-dir", str(directory / "state"), "--port", str(port), "--engine-port", str(engine_port)]
     url = f"http://127.0.0.1:{port}"
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=log)
