@@ -2,7 +2,8 @@
 
 The tiny one (`build`) has 5 million random parameters and answers in gibberish: tests and measurements of
 everything but the language run on it. The same seed gives the same bytes on every machine. The small one
-has 17 million and is trained (`train`, `pack`) to call tools; `eval` plays held-out episodes with it.
+has 17 million and is trained (`train`, `pack`) to call tools; `eval` plays held-out episodes with it, `pad`
+makes of it one whose sizes SGLang's GPU kernels take.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from model import padding_command
+
 EXAMPLES = """\
   longhaul model build
   longhaul model build --output /tmp/k3 --seed 7 --json
   longhaul model build --small --output /models/k3-small
   longhaul model train --output runs/k3-small --minutes 13
   longhaul model eval --json
+  longhaul model pad --model /models/k3-small --output /models/k3-small-padded
 """
 
 
@@ -40,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     training.add_arguments(actions)
     evaluation.add_arguments(actions)
+    pad = actions.add_parser(
+        "pad",
+        help="pad a K3 for a GPU",
+        description="Write a copy that computes the same, in sizes that SGLang's GPU kernels take: a hidden "
+        "size in multiples of 1024, a KV latent of 256 or 512. Its draft: longhaul draft pad.",
+    )
+    padding_command.add_arguments(pad, "model", "the small K3 that is shipped")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         from model.evaluation import command as evaluation
 
         return evaluation.run(args)
+    if args.action == "pad":
+        return _pad(args)
     if args.small and args.seed is not None:
         print("longhaul model build: --seed is of the tiny one: leave it out with --small", file=sys.stderr)
         return 2
@@ -73,6 +86,13 @@ def run(args: argparse.Namespace) -> int:
         table.add_row(name, f"{value:,}" if name in ("parameters", "bytes") else str(value))
     Console().print(table)
     return 0
+
+
+def _pad(args: argparse.Namespace) -> int:
+    from model import padding, small
+
+    args.source = args.source or small.build(small.default_path())
+    return padding_command.run("longhaul model pad", args, padding.pad)
 
 
 def _write_small(output: Path | None) -> dict[str, Any]:

@@ -34,6 +34,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, ValidationError
 
+from model import kernel_sizes
+
 PROFILES = Path(__file__).parent / "profiles"
 SERVED_MODEL_NAME = "kimi-k3"
 DEFAULT_PORT = 30000
@@ -163,8 +165,10 @@ class Profile(_Entry):
         With `store_url` (redis://host:port/0 or unix:///path) the host tier and the storage backend are on;
         with `draft` (a DSpark checkpoint) speculative decoding is. `extra` are further SGLang arguments: one
         that the profile has too replaces the profile's. Raises `ProfileError` when an argument that the
-        profile requires is missing from `extra`.
+        profile requires is missing from `extra`, and for a K3 of sizes that a GPU can't compute.
         """
+        if self.device == "cuda" and (complaint := kernel_sizes.complaint(model, draft)) is not None:
+            raise ProfileError(f"profile {self.name}: {complaint}")
         given = {word.split("=", 1)[0] for word in extra if word.startswith("--")}
         for entry in self.required:
             if entry.flag not in given:
