@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from model import padding_command
 from model.state import state_directory
 
 EXAMPLES = """\
@@ -21,6 +22,7 @@ EXAMPLES = """\
   longhaul draft train --dry-run --target /models/Kimi-K3 --tokens 131072 --gpus 8
   longhaul draft eval --json
   longhaul draft calibrate --output runs/calibration
+  longhaul draft pad --output /models/k3-small-draft-padded
 """
 
 _MAX_BLOCK = 64
@@ -121,6 +123,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--gpus", type=int, default=1, help="with --dry-run (default: %(default)s)")
     train.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
     train.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    pad = actions.add_parser(
+        "pad",
+        help="pad a draft for a GPU",
+        description="Write a copy for the K3 that `longhaul model pad` wrote with the same options.",
+    )
+    padding_command.add_arguments(pad, "draft", "the shipped one")
 
 
 def _add_pair(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +138,7 @@ def _add_pair(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do as asked; 0 when it is done, 1 when it could not be, 2 for bad arguments."""
-    actions = {"build": _build, "train": _train, "eval": _eval, "calibrate": _calibrate}
+    actions = {"build": _build, "train": _train, "eval": _eval, "calibrate": _calibrate, "pad": _pad}
     return actions[args.action](args)
 
 
@@ -277,6 +285,14 @@ def _show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
 
     Console().print_json(data=result)
+
+
+def _pad(args: argparse.Namespace) -> int:
+    from speculative import padding  # torch: not for `--help`
+    from speculative.draft import SHIPPED
+
+    args.source = args.source or SHIPPED
+    return padding_command.run("longhaul draft pad", args, padding.pad)
 
 
 def _build(args: argparse.Namespace) -> int:
