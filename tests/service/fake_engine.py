@@ -76,14 +76,16 @@ class FakeEngine:
         size: int = 3,
         delay_s: float = 0.0,
         first_delay_s: float = 0.0,
+        after: asyncio.Event | None = None,
         thinking: bool = True,
         finish: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> Script:
-        """A script that samples a message, `size` ids an event; `more` goes into the meta_info."""
+        """A script that samples a message, `size` ids an event, once `after` is set; `more` goes into the
+        meta_info."""
         ids = reply_ids(self.tokenizer, message, thinking=thinking)
         return self.sample(
-            ids, size=size, delay_s=delay_s, first_delay_s=first_delay_s, finish=finish, **more
+            ids, size=size, delay_s=delay_s, first_delay_s=first_delay_s, after=after, finish=finish, **more
         )
 
     def sample(
@@ -93,11 +95,14 @@ class FakeEngine:
         size: int = 3,
         delay_s: float = 0.0,
         first_delay_s: float = 0.0,
+        after: asyncio.Event | None = None,
         finish: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> Script:
         async def script(_: Mapping[str, Any]) -> AsyncIterator[Event]:
             await asyncio.sleep(first_delay_s)
+            if after is not None:
+                await after.wait()
             for start in range(0, len(ids), size):
                 last = start + size >= len(ids)
                 ends = (finish or {"type": "stop", "matched": ids[-1]}) if last else None

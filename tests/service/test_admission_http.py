@@ -1,7 +1,6 @@
 """Admission before the gateway: what clients see of waiting."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,14 +31,7 @@ def small(fake_engine: FakeEngine) -> FakeEngine:
 def occupied(engine: FakeEngine) -> asyncio.Event:
     """Let turns run until the event is set."""
     ended = asyncio.Event()
-    said = engine.reply({"content": "Hi"})
-
-    async def script(body: Mapping[str, Any]) -> AsyncIterator[Any]:
-        await ended.wait()
-        async for event in said(body):
-            yield event
-
-    engine.script = script
+    engine.script = engine.reply({"content": "Hi"}, after=ended)
     return ended
 
 
