@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from model.simulation.admission import Admission
+from model.simulation.admission import Admission, Turn
 from model.simulation.events import Events
 from model.simulation.node import Node, Request
 from model.simulation.workload import Call, Conversation, Script
@@ -125,15 +125,16 @@ class _Run:
         def finished(request: Request) -> None:
             loop.ended(request, counts=bool(index) or number > self.first or not self.first)
             if loop.admission is not None:
-                loop.admission.rest(self.number)
+                loop.admission.rest(turn, request.first_token_s)
             self._spawn(index, number)
             self._next(index, number + 1, request.end_s)
 
+        tokens = call.input_tokens + call.output_tokens
+        turn = Turn(self.number, call.input_tokens, tokens, submit)
         if loop.admission is None:
             submit()
         else:
-            tokens = call.input_tokens + call.output_tokens
-            loop.admission.ask(self.number, tokens, submit, loop.node.restore_s(call))
+            loop.admission.ask(turn)
 
     def _spawn(self, parent: int, after: int | None) -> None:
         for index, child in enumerate(self.script.conversations):

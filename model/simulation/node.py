@@ -2,10 +2,11 @@
 
 A request waits until its KV fits beside what is running, in the order of arrival; then what no tier has is
 computed, requests one after the other; then its answer is decoded beside the others', while nothing is
-prefilled: SGLang lets decoding wait for that. With a store, what is
-there and not nearer is read into host memory while the request waits, through one pipe; what was nearer then
-and has been evicted when its turn comes is asked for again, as SGLang does. Everything computed
-is written through to host and store when the answer ends, and `cache_store.retention` says which states stay.
+prefilled: SGLang lets decoding wait for that. With a store, what is there and not nearer is read into host
+memory while the request waits, through one pipe. There it may be evicted again before the request's turn
+comes, and is computed then; what was nearer and has been evicted meanwhile is asked for again (as by SGLang).
+Everything computed is written through to host memory, and from there to the store, when it is prefilled and
+when the answer ends; `cache_store.retention` says which states stay.
 
 Prefill leaves a state where each of its chunks ends; one where KV went on without a state takes the place of
 the next one behind it. What an answer has behind its last state is not kept.
@@ -13,7 +14,6 @@ the next one behind it. What an answer has behind its last state is not kept.
 Left out: batches that decode more slowly the larger they are, writes competing with reads.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -118,7 +118,7 @@ class Node:
         self._policy = StatePolicy(keep_every_tokens=keep, page_tokens=PAGE_TOKENS)
         if settings is not None:
             if budget.host_tokens:
-                self.host = Tier(budget.host_tokens, budget.host_states)
+                self.host = Tier(budget.host_tokens, budget.host_states, nearer=self.device)
             room = int(settings.room_bytes / budget.kv_bytes_per_token)
             self.store = Tier(room, 0, state_tokens=-(-budget.state_bytes // budget.kv_bytes_per_token))
 
@@ -126,15 +126,6 @@ class Node:
     def tiers(self) -> list[Tier]:
         """The tiers that there are, the nearest first."""
         return [tier for tier in (self.device, self.host, self.store) if tier is not None]
-
-    def restore_s(self, call: Call) -> float:
-        """How long the prompt's first token would take now from the store; infinite without one."""
-        if self.store is None:
-            return math.inf
-        size = call.input_tokens * self.budget.kv_bytes_per_token + self.budget.state_bytes
-        read_s = max(0.0, self._store_free_s - self.events.now_s) + size / self.machine.store_bytes_s
-        slots_s = len(self._waiting) * call.output_tokens / self.machine.decode_tokens_s
-        return read_s + slots_s / self.budget.running_requests
 
     def submit(self, request: Request) -> None:
         """Take a request; `request.done` is called when its answer ends."""
@@ -177,6 +168,13 @@ class Node:
         return self._store_free_s
 
     def _fetched(self, request: Request, *, again: bool = False) -> None:
+        if self.host is not None and request.fetched:
+            # Nothing keeps it there until the request's turn: later ones may evict it.
+            path = request.call.path[: request.fetched]
+            self.host.now_s = self.events.now_s
+            run = self.host.open(request.number, request.tree)
+            if self.host.add(run, path):
+                self.host.add_state(run, path[-1])
         if again:
             self._waiting.appendleft(request)
         else:
@@ -198,7 +196,7 @@ class Node:
 
     def _lost(self, request: Request) -> bool:
         """Whether what was near when the request came has been evicted while it waited."""
-        if self.store is None or request.fetched or request.fetches >= MOST_FETCHES:
+        if self.store is None or request.fetches >= MOST_FETCHES:
             return False
         near = max(self._matches(tier, request)[1] for tier in (self.device, self.host))
         return near < request.matched
@@ -226,8 +224,9 @@ class Node:
             pass
         self.running += 1
         _, host_depth = self._matches(self.host, request)
-        far = max(host_depth, request.fetched, depth)
-        tokens = [ends[path[at - 1]] if at else 0 for at in (depth, max(depth, host_depth), far)]
+        far = max(host_depth, depth, request.fetched if self.host is None else 0)
+        near = max(depth, min(far, request.matched) if request.fetched else host_depth)
+        tokens = [ends[path[at - 1]] if at else 0 for at in (depth, near, far)]
         if self.host is not None and host_depth > depth:
             self.host.use(self.host.open(request.number, request.tree), path, host_depth)
         request.hits = (tokens[0], tokens[1] - tokens[0], tokens[2] - tokens[1])
@@ -290,6 +289,8 @@ class Node:
         self.device.now_s = now_s
         for node in request.states:
             self.device.add_state(run, node)
+        if request.states:
+            self._write(request, request.states[-1], request.states)
         if request.measured is None:
             self._decode(request, run, (request.call.output_tokens - 1) / self.machine.decode_tokens_s)
         else:
@@ -327,20 +328,21 @@ class Node:
             if node == request.kept or call.answer:
                 break
             device.forget(run, node)
-        self._write(request)
+        if request.kept:
+            self._write(request, request.kept, (*request.states, *call.answer[-1:]))
         request.done(request)
         self._start()
 
-    def _write(self, request: Request) -> None:
+    def _write(self, request: Request, end: int, states: Sequence[int]) -> None:
+        """Write a request's nodes as far as `end`, and states, through to host memory and store."""
         nodes = request.call.nodes
-        path = nodes[: nodes.index(request.kept) + 1] if request.kept else ()
-        states = (*request.states, *request.call.answer[-1:])
+        path = nodes[: nodes.index(end) + 1]
         for tier in self.tiers[1:]:
             tier.now_s = self.events.now_s
             run = tier.open(request.number, request.tree)
             before = tier.tokens + tier.evicted_tokens + tier.evicted_states * (tier.state_tokens or 0)
             if not tier.add(run, path):
-                continue
+                return  # the store is written from host memory
             for node in states:
                 tier.add_state(run, node)
             if tier is self.store:

@@ -102,7 +102,7 @@ def simulate(
     events = Events()
     node = Node(machine, budget, events, settings.store if policy.store else None)
     hold_s = settings.hold_with_store_s if policy.store else settings.hold_s
-    admission = Admission(events, budget, hold_s, settings.share) if policy.admission else None
+    admission = Admission(events, budget, hold_s, settings.share, policy.store) if policy.admission else None
     loop = Loop(
         node,
         events,

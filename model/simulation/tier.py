@@ -5,6 +5,9 @@ used longest ago first; a match uses the whole path. A state is matched where th
 only that one counts as used; making room for a state takes the one used longest ago, with its KV when it lies
 at a leaf, else alone. A leaf takes its state with it.
 
+What a nearer tier holds can't be evicted from the one behind it: SGLang's host memory keeps its copies of
+what is on the device, and evicts the rest.
+
 A path's use is written at its deepest node alone: what lies above can't be evicted before, and takes the time
 over when the leaf below it goes.
 """
@@ -46,20 +49,26 @@ class Tier:
     """A tier with room for `token_room` tokens and `state_room` states.
 
     With `state_tokens` both share one room: a state takes as much of `token_room` as so many tokens. Times
-    are in seconds.
+    are in seconds. `nearer`: the tier of which this one has copies, and keeps them while it has them.
     """
 
     token_room: int
     state_room: int
     state_tokens: int | None = None
+    nearer: "Tier | None" = None
     tokens: int = 0
     evicted_tokens: int = 0
     evicted_states: int = 0
     now_s: float = 0.0
     _last_s: float = 0.0
+    _behind: "Tier | None" = None
     _trees: dict[int, TreeInTier] = field(default_factory=dict[int, TreeInTier])
     _leaves: list[tuple[float, int, int]] = field(default_factory=list[tuple[float, int, int]])
     _states: OrderedDict[NodeKey, float] = field(default_factory=OrderedDict[NodeKey, float])
+
+    def __post_init__(self) -> None:
+        if self.nearer is not None:
+            self.nearer._behind = self
 
     def _tick(self) -> float:
         """The time of a use: `now_s`, which the caller sets, but later than any before."""
@@ -205,7 +214,7 @@ class Tier:
         while leaves:
             used, number, node = leaves[0]
             run = self._trees[number]
-            if not run.held[node] or run.children[node] or run.locks[node]:
+            if not self._is_leaf(run, node):
                 heapq.heappop(leaves)
             elif run.used[node] != used:
                 heapq.heapreplace(leaves, (run.used[node], number, node))
@@ -224,7 +233,10 @@ class Tier:
         """Evict the state used longest ago; False when all are locked."""
         for number, node in self._states:
             run = self._trees[number]
-            if run.locks[node]:
+            nearer = self._nearer(run)
+            if run.locks[node] or (nearer is not None and nearer.states[node]):
+                continue
+            if nearer is not None and nearer.held[node] and not run.children[node]:
                 continue
             if run.children[node]:
                 self.evicted_states += 1
@@ -244,9 +256,22 @@ class Tier:
         run.children[parent] -= 1
         run.used[parent] = max(run.used[parent], run.used[node])
         self._offer(run, parent)
+        if self._behind is not None and (behind := self._behind._trees.get(run.number)) is not None:
+            self._behind._offer(behind, node)
+
+    def _nearer(self, run: TreeInTier) -> TreeInTier | None:
+        """The same run's tree in the nearer tier."""
+        return None if self.nearer is None else self.nearer._trees.get(run.number)
+
+    def _is_leaf(self, run: TreeInTier, node: int) -> bool:
+        """Whether a node can be evicted."""
+        if node == ROOT or not run.held[node] or run.children[node] or run.locks[node]:
+            return False
+        nearer = self._nearer(run)
+        return nearer is None or not nearer.held[node]
 
     def _offer(self, run: TreeInTier, node: int) -> None:
-        if node != ROOT and run.held[node] and not run.children[node] and not run.locks[node]:
+        if self._is_leaf(run, node):
             heapq.heappush(self._leaves, (run.used[node], run.number, node))
 
     def check_integrity(self) -> None:
