@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -259,7 +260,10 @@ def write(source: Path, output: Path, config: dict[str, Any], rules: Sequence[Ru
         staging.chmod(0o755)  # a temporary directory is private
         size = 0
         for file in weights:
-            tensors = pad_tensors(load_file(file), rules)
+            try:
+                tensors = pad_tensors(load_file(file), rules)
+            except SafetensorError as error:
+                raise PaddingError(f"{file} can't be read ({error}); fetch or build it again") from error
             size += sum(tensor.nbytes for tensor in tensors.values())
             save_file(tensors, staging / file.name, metadata={"format": "pt"})
             (staging / file.name).chmod(0o644)

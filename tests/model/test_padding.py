@@ -162,6 +162,13 @@ def test_a_tensor_without_a_rule_is_refused_and_nothing_is_left(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["k3"]
 
 
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    source = write_k3(tmp_path / "k3", hidden_size=384, kv_lora_rank=128)
+    (source / "model-2.safetensors").write_bytes(b"0")
+    with pytest.raises(PaddingError, match=r"model-2\.safetensors can't be read"):
+        pad(source, tmp_path / "padded")
+
+
 def test_a_tensor_of_another_shape_is_refused() -> None:
     rules = k3_rules(Growth(384, 1024), Growth(128, 256), 32)
     name = "language_model.model.layers.3.self_attn.kv_a_proj_with_mqa.weight"
