@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--state-dtype", choices=("fp32", "bf16"), default="fp32", help="of states (default: %(default)s)")
     add("--kv-tokens", type=int, metavar="N", help="KV tokens in HBM (default: by the sizes)")
     add("--state-slots", type=int, metavar="N", help="state slots in HBM (default: by the sizes)")
+    add("--host-tokens", type=int, metavar="N", help="KV tokens in host memory (default: by the sizes)")
+    add("--host-states", type=int, metavar="N", help="states in host memory (default: by the sizes)")
     add("--prefill", type=float, metavar="TOKENS", help="computed prompt tokens a second")
     add("--decode", type=float, metavar="TOKENS", help="output tokens a second of one request")
     add("--store-gbs", type=float, metavar="GB", help="read from Redis a second, all ranks together")
@@ -83,6 +85,8 @@ def machine_and_budget(args: argparse.Namespace) -> tuple[Machine, Budget]:
     for name in (
         "kv_tokens",
         "state_slots",
+        "host_tokens",
+        "host_states",
         "prefill",
         "decode",
         "store_gbs",
@@ -113,6 +117,8 @@ def machine_and_budget(args: argparse.Namespace) -> tuple[Machine, Budget]:
         found,
         kv_tokens=args.kv_tokens // 64 * 64 if args.kv_tokens else found.kv_tokens,
         state_slots=args.state_slots or found.state_slots,
+        host_tokens=args.host_tokens // 64 * 64 if args.host_tokens else found.host_tokens,
+        host_states=args.host_states or found.host_states,
     )
     return machine, found
 
