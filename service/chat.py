@@ -36,6 +36,7 @@ async def chat_completions(request: Request) -> Response:
         sampling=chat.sampling,
         single_call=chat.single_call,
         ttl=read_retention(fields),
+        stream=chat.stream,
         priority=priority_of(fields.values.get("service_tier")),
     )
     turn = await start_turn(request, turn_request)

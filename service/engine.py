@@ -20,7 +20,7 @@ from yarl import URL
 
 from service.admission_places import Room
 from service.errors import EngineFailed, EngineUnavailable, ServiceError
-from service.generation import Chunk, Generation, read_chunk, refusal
+from service.generation import Chunk, Generation, read_chunks, refusal
 
 log = logging.getLogger(__name__)
 
@@ -181,13 +181,13 @@ class Engine:
         _check_ids(generation, self._vocabulary)
         ended = False
         try:
-            async with aclosing(self._events(generation)) as events:
-                async for event in events:
-                    chunk = read_chunk(event)
-                    ended = chunk.stop is not None
-                    yield chunk
-                    if ended:
-                        return
+            async with aclosing(self._events(generation)) as batches:
+                async for events in batches:
+                    for chunk in read_chunks(events, in_steps=generation.in_steps):
+                        ended = chunk.stop is not None
+                        yield chunk
+                        if ended:
+                            return
             log.error("rid %s: the engine's stream ended without a finish reason", generation.rid)
             raise EngineFailed
         except ServiceError:
@@ -197,17 +197,17 @@ class Engine:
             if not ended:
                 self._keep(self._aborts, self.abort(generation.rid))
 
-    async def _events(self, generation: Generation) -> AsyncGenerator[dict[str, Any]]:
+    async def _events(self, generation: Generation) -> AsyncGenerator[list[dict[str, Any]]]:
         answer = await self._post(generation.body())
         ended = False
         try:
             if answer.status != 200:
                 raise refusal(answer.status, (await answer.read()).decode(errors="replace"))
-            async with aclosing(_server_sent_events(answer)) as events:
-                async for event in events:
-                    meta = event.get("meta_info")
+            async with aclosing(_server_sent_events(answer)) as batches:
+                async for events in batches:
+                    meta = events[-1].get("meta_info")
                     ended = isinstance(meta, dict) and meta.get("finish_reason") is not None
-                    yield event
+                    yield events
         except _FAULTS as error:
             self._unavailable("/generate", error)
             raise EngineFailed from None
@@ -302,16 +302,25 @@ async def _drain(answer: aiohttp.ClientResponse) -> None:
     answer.close()  # without effect on what was read to its end
 
 
-async def _server_sent_events(answer: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, Any]]:
+async def _server_sent_events(answer: aiohttp.ClientResponse) -> AsyncGenerator[list[dict[str, Any]]]:
+    """The events that have come together, at least one at a time."""
     pending = b""
     async for received in answer.content.iter_any():
-        *events, pending = (pending + received).split(b"\n\n")
-        for event in events:
-            data = event.removeprefix(b"data: ")
-            if data == b"[DONE]":
-                return
-            try:
-                yield orjson.loads(data)
-            except ValueError:
-                log.error("the engine's stream holds what is not JSON")
-                raise EngineFailed from None
+        *lines, pending = (pending + received).split(b"\n\n")
+        events: list[dict[str, Any]] = []
+        ended = False
+        try:
+            for line in lines:
+                data = line.removeprefix(b"data: ")
+                if ended := data == b"[DONE]":
+                    break
+                events.append(orjson.loads(data))
+        except ValueError:
+            log.error("the engine's stream holds what is not JSON")
+            if events:
+                yield events
+            raise EngineFailed from None
+        if events:
+            yield events
+        if ended:
+            return

@@ -4,8 +4,8 @@ The fields are those of SGLang 0.5.23 (`managers/io_struct.py`, `managers/tokeni
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import orjson
@@ -24,6 +24,7 @@ class Generation:
 
     highest: the highest of the ids, where their source knows it; looking for it takes milliseconds.
     images: data URLs, one for each `<|media_pad|>` of the ids.
+    in_steps: whether each event is wanted as it came; else those that came together are read as one.
     """
 
     rid: str
@@ -33,6 +34,7 @@ class Generation:
     top_logprobs: int | None = None
     highest: int | None = None
     images: Sequence[str] = ()
+    in_steps: bool = True
 
     def body(self) -> bytes:
         """The JSON body."""
@@ -62,7 +64,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one event of the stream brings: new ids, and the end when `stop` is set."""
+    """What has come of the stream at once: new ids, and the end when `stop` is set."""
 
     ids: list[int]
     stop: StopKind | None = None
@@ -73,8 +75,32 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-def read_chunk(event: Mapping[str, Any]) -> Chunk:
-    """One event of the stream. Raises ServiceError for a refusal, a fault, and what makes no sense."""
+def read_chunks(events: Iterable[Mapping[str, Any]], *, in_steps: bool) -> Iterator[Chunk]:
+    """Events that came together: a chunk each if `in_steps` or with log probabilities, else one chunk.
+
+    Raises ServiceError for a refusal, a fault, and what makes no sense, after the chunk of what came before.
+    """
+    gathered: Chunk | None = None
+    try:
+        for event in events:
+            chunk = _read_chunk(event)
+            if gathered is not None and not (in_steps or gathered.logprobs or chunk.logprobs):
+                chunk = replace(chunk, ids=gathered.ids + chunk.ids)
+            elif gathered is not None:
+                yield gathered
+            gathered = chunk
+            if chunk.stop is not None:
+                break
+    except ServiceError:
+        if gathered is not None:
+            yield gathered
+        raise
+    if gathered is not None:
+        yield gathered
+
+
+def _read_chunk(event: Mapping[str, Any]) -> Chunk:
+    """One event of the stream. Raises ServiceError."""
     if (error := event.get("error")) is not None:
         code = error.get("code") if isinstance(error, dict) else None  # pyright: ignore[reportUnknownMemberType]
         raise refusal(code if isinstance(code, int) else 500, str(error))  # pyright: ignore[reportUnknownArgumentType]

@@ -68,6 +68,7 @@ async def _read(request: Request, tenant: Tenant) -> tuple[MessagesRequest, Turn
         sampling=asked.sampling,
         single_call=asked.single_call,
         ttl=asked.ttl,
+        stream=asked.stream,
         priority=priority_of(fields.values.get("service_tier")),
     )
     return asked, turn_request, signer

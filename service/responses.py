@@ -67,6 +67,7 @@ async def create_response(request: Request) -> Response:
         sampling=asked.sampling,
         single_call=asked.single_call,
         ttl=read_retention(fields),
+        stream=asked.stream,
         priority=priority_of(fields.values.get("service_tier")),
     )
     try:

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 class TurnRequest:
     """What an API module asks for. `single_call` ends the message after its first tool call.
 
+    stream: whether the answer is shown as it comes.
     ttl: the class of time to live that the client asks for; None where it leaves that to the service.
     priority: among the tenant's own turns that wait for a place (`service.admission`), the higher first.
     """
@@ -46,6 +47,7 @@ class TurnRequest:
     conversation: Conversation
     sampling: Sampling
     single_call: bool = False
+    stream: bool = True
     ttl: TtlClass | None = None
     priority: int = 0
 
@@ -227,6 +229,7 @@ class TurnRunner:
                 top_logprobs=request.sampling.top_logprobs,
                 highest=prompt.highest,
                 images=prompt.images,
+                in_steps=request.stream,
             )
             reader = MessageReader(
                 self._tokenizer, prompt.channel, request.sampling, single_call=request.single_call

@@ -16,7 +16,7 @@ from service.errors import (
     InvalidRequest,
     ServiceError,
 )
-from service.generation import Chunk, Generation, TokenLogprob
+from service.generation import Chunk, Generation, TokenLogprob, read_chunks
 
 LEAK = "/usr/lib/python3/site-packages/sglang/srt/x.py: [1, 2, 3] is wrong"
 
@@ -34,17 +34,24 @@ async def collect(engine: Engine, request: Generation) -> list[Chunk]:
 
 
 async def test_ids_come_as_they_are_sampled(fake_engine: FakeEngine):
-    fake_engine.script = fake_engine.events(
-        event([5, 6], cached_tokens=64),
-        event(
+    taken = asyncio.Event()
+
+    async def script(_: object):
+        yield event([5, 6], cached_tokens=64)
+        await taken.wait()
+        yield event(
             [7],
             {"type": "length", "length": 3},
             cached_tokens=64,
             cached_tokens_details={"device": 0, "host": 16, "storage": 48, "storage_backend": "x"},
-        ),
-    )
+        )
+
+    fake_engine.script = script
+    chunks: list[Chunk] = []
     async with client(fake_engine) as engine:
-        chunks = await collect(engine, generation())
+        async for chunk in engine.generate(generation()):
+            chunks.append(chunk)
+            taken.set()
     assert chunks == [
         Chunk([5, 6], cached_device_tokens=64),
         Chunk([7], "length", cached_host_tokens=16, cached_storage_tokens=48),
@@ -53,6 +60,22 @@ async def test_ids_come_as_they_are_sampled(fake_engine: FakeEngine):
         {"rid": "r1", "input_ids": [1, 2], "sampling_params": {}, "cache_salt": "s", "stream": True}
     ]
     assert fake_engine.aborted == []
+
+
+def test_events_that_came_together_are_one_chunk_for_a_whole_answer():
+    events = [event([5, 6]), event([7], cached_tokens=64), event([8], {"type": "stop", "matched": 8})]
+    assert list(read_chunks([*events, event([9])], in_steps=False)) == [Chunk([5, 6, 7, 8], "stop")]
+    assert [chunk.ids for chunk in read_chunks(events, in_steps=True)] == [[5, 6], [7], [8]]
+    with_logprobs = [event([id], output_token_logprobs=[[-0.5, id, None]]) for id in (5, 6)]
+    assert [chunk.ids for chunk in read_chunks(with_logprobs, in_steps=False)] == [[5], [6]]
+
+
+@pytest.mark.parametrize("wrong", [{"error": {"code": 500, "message": "x"}}, {"text": "no ids"}])
+def test_what_came_before_a_fault_is_not_lost(wrong: dict[str, Any]):
+    chunks = read_chunks([event([5]), event([6]), wrong], in_steps=False)
+    assert next(chunks) == Chunk([5, 6])
+    with pytest.raises(EngineFailed):
+        next(chunks)
 
 
 async def test_logprobs(fake_engine: FakeEngine):
