@@ -48,6 +48,7 @@ SMALL_TURNS: Final = 4
 TURNS: Final = 65
 REPEATS: Final = 15
 CONNECTIONS: Final = 16
+ROUNDS: Final = 3
 SECONDS: Final = 5.0
 _STUB_TOKENS: Final = 64
 _LITELLM_KEY: Final = f"sk-{secrets.token_hex(32)}"
@@ -178,6 +179,18 @@ class Bench:
         note(f"transformers: {measured}")
         return measured["ms"]
 
+    def compared(self, *, stream: bool, seconds: float) -> dict[str, float]:
+        """The medians of `rates` by name, in rounds: a machine that others use is fast and slow by turns."""
+        rounds: dict[str, list[float]] = {name: [] for name in self.urls}
+        for _ in range(ROUNDS):
+            for name, rates in rounds.items():
+                rates.append(asyncio.run(self.rates(name, stream=stream, seconds=seconds / ROUNDS)))
+        for name, rates in rounds.items():
+            note(
+                f"{name}: {', '.join(f'{rate:.0f}' for rate in rates)} {'streams' if stream else 'requests'}/s"
+            )
+        return {name: statistics.median(rates) for name, rates in rounds.items()}
+
     async def rates(self, name: str, *, stream: bool, seconds: float) -> float:
         """Whole answers a second, over `CONNECTIONS` connections."""
         numbers = itertools.count()
@@ -231,12 +244,7 @@ def measure(model: Path, scratch: Path, litellm: Path | None, seconds: float) ->
         note(f"2k: {small}")
         large = asyncio.run(bench.first_byte(LARGE_TOKENS, TURNS))
         note(f"142k: {large}")
-        requests: dict[str, float] = {}
-        streams: dict[str, float] = {}
-        for name in bench.urls:
-            requests[name] = asyncio.run(bench.rates(name, stream=False, seconds=seconds))
-            streams[name] = asyncio.run(bench.rates(name, stream=True, seconds=seconds))
-            note(f"{name}: {requests[name]:.0f} requests/s, {streams[name]:.0f} streams/s")
+        requests, streams = (bench.compared(stream=stream, seconds=seconds) for stream in (False, True))
     return {
         "added_ms_2k": small["added_ms"],
         "added_ms_142k": large["added_ms"],

@@ -80,23 +80,24 @@ def read_chunks(events: Iterable[Mapping[str, Any]], *, in_steps: bool) -> Itera
 
     Raises ServiceError for a refusal, a fault, and what makes no sense, after the chunk of what came before.
     """
-    gathered: Chunk | None = None
+    ids: list[int] = []
+    last: Chunk | None = None
     try:
         for event in events:
             chunk = _read_chunk(event)
-            if gathered is not None and not (in_steps or gathered.logprobs or chunk.logprobs):
-                chunk = replace(chunk, ids=gathered.ids + chunk.ids)
-            elif gathered is not None:
-                yield gathered
-            gathered = chunk
+            if last is not None and (in_steps or last.logprobs or chunk.logprobs):
+                yield replace(last, ids=ids)
+                ids = []
+            ids += chunk.ids
+            last = chunk
             if chunk.stop is not None:
                 break
     except ServiceError:
-        if gathered is not None:
-            yield gathered
+        if last is not None:
+            yield replace(last, ids=ids)
         raise
-    if gathered is not None:
-        yield gathered
+    if last is not None:
+        yield replace(last, ids=ids)
 
 
 def _read_chunk(event: Mapping[str, Any]) -> Chunk:

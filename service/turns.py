@@ -41,7 +41,7 @@ from service.rendering import Renderer
 from service.token_ids import TokenIds, encoded_ids
 
 _THREAD_CHARS: Final = 20_000
-"""Text longer than this is encoded beside the event loop: it takes milliseconds."""
+"""Text longer than this is encoded beside the event loop, as tools are: it takes milliseconds."""
 _NO_SESSION: Final = bytes(SHORT_BYTES)
 _RENEW_AFTER: Final = 1 / 8
 """Part of the time to live after which a used path is renewed."""
@@ -162,7 +162,8 @@ class Turns:
         if shown and self._image_places(ancestry) != len([*images.images_of(ordered[: ancestry.messages])]):
             ancestry, fallback = Ancestry(), "image_tokens"  # the model has sampled one
         covered = ancestry.messages
-        if _text_length(conversation.messages[covered:]) > _THREAD_CHARS or not covered:
+        with_tools = bool(conversation.tools) and not covered
+        if with_tools or _text_length(conversation.messages[covered:]) > _THREAD_CHARS:
             rendered = await asyncio.to_thread(
                 self._renderer.render, conversation, digests.digests[0], covered
             )
