@@ -185,10 +185,9 @@ class Bench:
         for _ in range(ROUNDS):
             for name, rates in rounds.items():
                 rates.append(asyncio.run(self.rates(name, stream=stream, seconds=seconds / ROUNDS)))
+        kind = "streams" if stream else "requests"
         for name, rates in rounds.items():
-            note(
-                f"{name}: {', '.join(f'{rate:.0f}' for rate in rates)} {'streams' if stream else 'requests'}/s"
-            )
+            note(f"{name}: {', '.join(f'{rate:.0f}' for rate in rates)} {kind}/s")
         return {name: statistics.median(rates) for name, rates in rounds.items()}
 
     async def rates(self, name: str, *, stream: bool, seconds: float) -> float:
