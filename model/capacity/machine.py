@@ -10,8 +10,9 @@ class Machine:
 
     `profile` is the launch profile whose memory settings count. Rates are of the whole: `prefill_tokens_s`
     computed prompt tokens a second, `decode_tokens_s` output tokens a second of one request,
-    `host_bytes_s` from host memory to one GPU, `store_bytes_s` from Redis, all ranks together. `assumed`
-    names the rates that nobody has measured on it; they are options of the commands.
+    `host_bytes_s` from host memory to one GPU, `store_bytes_s` from Redis, all ranks together; `request_s` is
+    what a prefill takes beside its tokens. `assumed` names the rates that nobody has measured on it; they are
+    options of the commands.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Machine:
     decode_tokens_s: float
     host_bytes_s: float = 50e9
     store_bytes_s: float = 5e9
+    request_s: float = 0.0
     assumed: tuple[str, ...] = ()
 
     @property

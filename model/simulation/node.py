@@ -236,7 +236,7 @@ class Node:
         lengths = self._chunks(request.computed_tokens)
         if request.measured is None:
             begin_s = max(now_s + copied / self.machine.host_bytes_s, self._prefill_free_s)
-            prefill_s = request.computed_tokens / self.machine.prefill_tokens_s
+            prefill_s = self.machine.request_s + request.computed_tokens / self.machine.prefill_tokens_s
             self._prefill_free_s = first_s = begin_s + prefill_s
             self._prefill_s += prefill_s
             self._last_chunk_s = first_s - lengths[-1] / self.machine.prefill_tokens_s

@@ -50,12 +50,16 @@ def record(sent_s: float, first_s: float, end_s: float, prompt: int, cached: int
 
 
 def test_rates_are_those_of_the_replay():
-    # Two wait at once from 0 to 3 s, one alone from 10 to 11 s.
-    records = [record(0, 2, 4, 300, 100, 5), record(1, 3, 5, 200, 0, 5), record(10, 11, 12, 100, 100, 1)]
+    # A prefill takes 0.5 s and 0.01 s a token. Two wait at once from 0 to 5 s, one alone from 10 to 10.5 s.
+    records = [
+        record(0, 2.5, 6.5, 300, 100, 5),
+        record(1, 5, 7, 200, 0, 5),
+        record(10, 10.5, 11.5, 100, 100, 1),
+    ]
     rates = Rates.of(records)
-    assert rates.prefill == pytest.approx(400 / 4)
-    # Decoding stands still while anyone waits: one of the first two decodes for 1 s, the other for 2 s.
-    assert rates.decode == pytest.approx(8 / 4)
+    assert (rates.request_s, rates.prefill) == (pytest.approx(0.5), pytest.approx(100))
+    # Decoding stands still while anyone waits: of the first for 2.5 s.
+    assert rates.decode == pytest.approx(8 / (1.5 + 2 + 1))
 
 
 def served(session: Session, turn: int, begin_s: float) -> Record:
