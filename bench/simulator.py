@@ -5,18 +5,23 @@ each with an empty cache, simulates them with the same pools, and compares the s
 found. Prefill and decoding are simulated as fast as they were in the replay: this machine's speed is not what
 is compared. Simulated are the whole, and the tiers alone, each request at the times it had in the replay.
 
+Where the cache tips, a little in the times decides which sessions find theirs: replays of the same differ by
+several points. So means are compared: of a few replays, and of simulations with rates drawn around theirs.
+
     python -m bench.simulator [TRACE...] [--concurrency 3,5,8] [--kv-tokens N] [--state-slots N] [--json]
 """
 
 import argparse
 import dataclasses
 import json
+import random
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
@@ -42,7 +47,7 @@ from replay.client import ChatClient
 from replay.errors import ReplayError
 from replay.layout import Planner
 from replay.record import Record
-from replay.report import make_report
+from replay.report import Report, make_report
 from replay.run import Replay
 from replay.scale import Scale
 from replay.schedule import Pace, SystemClock
@@ -58,6 +63,8 @@ CONTEXT_TOKENS, OUTPUT_TOKENS, TURNS, GAP_S = 1500, 8, 8, 0.6
 # The host tier of the profile holds everything that these sessions come to.
 HOST_TOKENS, HOST_STATES = 2_000_000, 20_000
 ONE_GB = 10**9
+# Simulations of a replay, with rates that differ from its own by up to so much, as those of replays do.
+DRAWS, JITTER = 15, 0.07
 # What prefills take beside their tokens, at most, of all that they take.
 _MOST_BESIDE = 0.9
 # The profile fetches from one page on.
@@ -103,21 +110,30 @@ class Rates:
         beside_s = request_s * len(answers)
         return cls(sum(tokens) / (sum(lengths) - beside_s), decoded / decoding_s, request_s)
 
+    def drawn(self, chance: random.Random) -> "Rates":
+        """Rates around these."""
+        return Rates(*(rate * chance.uniform(1 - JITTER, 1 + JITTER) for rate in dataclasses.astuple(self)))
+
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One concurrency: shares of prompt tokens that were found."""
+    """One concurrency: shares of prompt tokens that were found, and seconds, on the mean; `replays` each.
+
+    deviation: the standard deviation of the simulated shares.
+    """
 
     concurrency: int
     requests: int
     errors: int
     measured: float
+    replays: list[float]
     simulated: float
+    deviation: float
     tiers: float
     theoretical: float
     measured_s: float
     simulated_s: float
-    rates: Rates
+    rates: list[Rates]
 
     @property
     def points(self) -> float:
@@ -281,22 +297,36 @@ def compare(args: argparse.Namespace, sessions: Sequence[Session], folder: Path)
         note("the engine boots")
         engine = stack.enter_context(running_engine(model, folder / "engine.log", store_url=url, extra=extra))
         for concurrency in args.concurrency:
-            engine.flush()
-            records = uvloop.run(replayed(engine.url, model, sessions, concurrency, idle))
-            real, rates = make_report(records), Rates.of(records)
-            point = simulated(sessions, found, rates, policy, concurrency, idle)
-            total = real.total
-            assert total.actual_hit is not None, "the engine reports cached tokens"
+            reports: list[Report] = []
+            points: list[Point] = []
+            rates: list[Rates] = []
+            tiers: list[float] = []
+            for repeat in range(args.repeats):
+                engine.flush()
+                records = uvloop.run(replayed(engine.url, model, sessions, concurrency, idle))
+                reports.append(make_report(records))
+                rates.append(Rates.of(records))
+                tiers.append(tiers_alone(sessions, found, rates[-1], policy, records, idle))
+                chance = random.Random(f"{concurrency}/{repeat}")
+                points += (
+                    simulated(sessions, found, rates[-1].drawn(chance), policy, concurrency, idle)
+                    for _ in range(DRAWS)
+                )
+            hits = [report.total.actual_hit for report in reports]
+            replays = [hit for hit in hits if hit is not None]
+            assert len(replays) == args.repeats, "the engine reports cached tokens"
             row = Compared(
                 concurrency=concurrency,
-                requests=total.turns,
-                errors=total.errors,
-                measured=total.actual_hit,
-                simulated=point.hit,
-                tiers=tiers_alone(sessions, found, rates, policy, records, idle),
-                theoretical=point.theoretical,
-                measured_s=real.wall_s,
-                simulated_s=point.duration_s,
+                requests=sum(report.total.turns for report in reports),
+                errors=sum(report.total.errors for report in reports),
+                measured=mean(replays),
+                replays=replays,
+                simulated=mean(point.hit for point in points),
+                deviation=stdev(point.hit for point in points),
+                tiers=mean(tiers),
+                theoretical=points[0].theoretical,
+                measured_s=mean(report.wall_s for report in reports),
+                simulated_s=mean(point.duration_s for point in points),
                 rates=rates,
             )
             note(f"{concurrency} live: measured {row.measured:.3f}, simulated {row.simulated:.3f}")
@@ -336,9 +366,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--time-scale", type=float, default=1 / 32, help="of traces' gaps (default: 1/32)")
     add("--sessions", type=int, default=10, metavar="N", help="the first N (default: %(default)s)")
     add("--turns", type=int, default=TURNS, metavar="N", help="of each agent (default: %(default)s)")
+    add("--repeats", type=int, default=3, metavar="N", help="replays each (default: %(default)s)")
     add("--model", type=Path, help="checkpoint (default: the tiny K3, built if missing)")
     add("--json", action="store_true")
     args = parser.parse_args(argv)
+    if args.repeats < 1:
+        parser.error("--repeats: must be at least 1")
     if args.traces:
         try:
             loaded = load(args.traces, args.sessions, args.turns)
@@ -359,14 +392,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show(result: dict[str, Any]) -> None:
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("live", "requests", "measured", "simulated", "points", "tiers", "points", "theory"):
+    names = ("live", "requests", "measured", "least", "most", "simulated", "±", "points", "tiers", "points")
+    for name in (*names, "theory"):
         table.add_column(name, justify="right")
     for row in result["points"]:
         table.add_row(
             str(row["concurrency"]),
             str(row["requests"]),
             f"{row['measured']:.3f}",
+            f"{min(row['replays']):.3f}",
+            f"{max(row['replays']):.3f}",
             f"{row['simulated']:.3f}",
+            f"{row['deviation']:.3f}",
             f"{row['difference_points']:+.1f}",
             f"{row['tiers']:.3f}",
             f"{row['tier_points']:+.1f}",
