@@ -18,7 +18,6 @@ import itertools
 import json
 import random
 import secrets
-import shutil
 import statistics
 import subprocess
 import sys
@@ -33,11 +32,11 @@ import orjson
 
 from bench.engines import note
 from bench.local_servers import local_gateway, python_server, running
+from bench.programs import installed
 from bench.raw_client import RawClient
 from bench.stub_engine import MODEL
 from cache_store.servers import RedisServer, Role
 from model.encoding import conversation_segments
-from model.state import state_directory
 from model.tokenizer import K3Tokenizer
 
 CHAT: Final = "/v1/chat/completions"
@@ -222,18 +221,6 @@ def _litellm_config(engine_url: str) -> dict[str, Any]:
     return {"model_list": [{"model_name": MODEL, "litellm_params": parameters}]}
 
 
-def litellm_program() -> Path:
-    """LiteLLM's proxy in an environment of its own, installed where it is missing."""
-    home = state_directory() / "bench" / "litellm"
-    program = home / "bin" / "litellm"
-    if not program.exists():
-        uv = shutil.which("uv") or str(Path(".uv/bin/uv").absolute())
-        note(f"installing {LITELLM} into {home}")
-        subprocess.run([uv, "venv", "--quiet", "--clear", str(home)], check=True)
-        subprocess.run([uv, "pip", "install", "--quiet", "--python", str(home), LITELLM], check=True)
-    return program.absolute()
-
-
 def measure(model: Path, scratch: Path, litellm: Path | None, seconds: float) -> dict[str, Any]:
     """Start everything, measure, and report."""
     bench = Bench(model, scratch, litellm)
@@ -269,7 +256,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args()
     model: Path = (args.model or _tiny_checkpoint()).absolute()
-    litellm = None if args.no_litellm else litellm_program()
+    litellm = None if args.no_litellm else installed("litellm", LITELLM)
     with tempfile.TemporaryDirectory(prefix="longhaul-gateway-") as folder:
         report = measure(model, Path(folder), litellm, args.seconds)
     if args.json:
