@@ -30,7 +30,7 @@ def measure(scratch: Path, examples: int, seed: int) -> dict[str, Any]:
     with stack(scratch, delay_ms=0.0) as processes:
         argv = [str(program), "run", f"{processes.url}/openapi.json", *_ARGUMENTS]
         argv += ["--max-examples", str(examples), "--seed", str(seed)]
-        ended = subprocess.run(argv, check=False, capture_output=True, text=True)
+        ended = subprocess.run(argv, check=False, capture_output=True, text=True, cwd=scratch)
     note(ended.stdout[-3000:] + ended.stderr[-1000:])
     cases = sum(int(count.replace(",", "")) for count in _GENERATED.findall(ended.stdout))
     return {"cases": cases, "ok": ended.returncode == 0 and cases > 0, "status": ended.returncode}
