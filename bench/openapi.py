@@ -45,11 +45,8 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="longhaul-openapi-") as folder:
         report = measure(Path(folder), args.examples, args.seed)
-    print(
-        json.dumps(report)
-        if args.json
-        else f"{report['cases']} cases, {'no' if report['ok'] else 'some'} 5xx"
-    )
+    outcome = "no 5xx" if report["ok"] else "failed"
+    print(json.dumps(report) if args.json else f"{report['cases']} cases, {outcome}")
     return 0 if report["ok"] else 1
 
 

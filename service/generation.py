@@ -5,7 +5,7 @@ The fields are those of SGLang 0.5.23 (`managers/io_struct.py`, `managers/tokeni
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import orjson
@@ -80,24 +80,24 @@ def read_chunks(events: Iterable[Mapping[str, Any]], *, in_steps: bool) -> Itera
 
     Raises ServiceError for a refusal, a fault, and what makes no sense, after the chunk of what came before.
     """
-    ids: list[int] = []
     last: Chunk | None = None
     try:
         for event in events:
             chunk = _read_chunk(event)
-            if last is not None and (in_steps or last.logprobs or chunk.logprobs):
-                yield replace(last, ids=ids)
-                ids = []
-            ids += chunk.ids
+            if last is not None:
+                if in_steps or last.logprobs or chunk.logprobs:
+                    yield last
+                else:
+                    chunk.ids[:0] = last.ids
             last = chunk
             if chunk.stop is not None:
                 break
     except ServiceError:
         if last is not None:
-            yield replace(last, ids=ids)
+            yield last
         raise
     if last is not None:
-        yield replace(last, ids=ids)
+        yield last
 
 
 def _read_chunk(event: Mapping[str, Any]) -> Chunk:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.simulator import PAGE_TOKENS, Rates, in_pages, pools, tiers_alone
+from bench.replay_rates import Rates
+from bench.simulator import PAGE_TOKENS, in_pages, pools, tiers_alone
 from model.simulation.result import Policy
 from model.simulation.workload import synthetic
 from replay.client import Answer

@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,19 @@ class Gateway:
         """POST a chat request with one user message, unless the body has others."""
         body = {"messages": [{"role": "user", "content": "Hi"}], **body}
         return await self.http.post("/v1/chat/completions", json=body)
+
+    async def pinged(self, path: str, body: Mapping[str, Any], ping: str) -> str:
+        """The text of a stream whose engine is silent until `ping` has come three times."""
+        pinged = asyncio.Event()
+        self.engine.script = self.engine.reply({"content": "Slow."}, after=pinged)
+        text = ""
+        async with self.http.stream("POST", path, json=body) as answer:
+            async for part in answer.aiter_text():
+                text += part
+                if text.count(ping) >= 3:
+                    pinged.set()
+        assert pinged.is_set()
+        return text
 
     async def metric(self, name: str) -> float:
         """The value of a series, 0 when it has none."""

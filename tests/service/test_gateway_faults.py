@@ -103,16 +103,9 @@ async def test_an_engine_that_breaks_off_within_a_whole_answer(gateway: Gateway)
 
 async def test_pings_while_the_engine_is_silent(gateway_factory: GatewayFactory):
     async with gateway_factory(grace_s=0.05, ping_interval_s=0.05) as gateway:
-        pinged = asyncio.Event()
-        gateway.engine.script = gateway.engine.reply({"content": "Slow."}, after=pinged)
         request = {"messages": USER, "stream": True}
-        async with gateway.http.stream("POST", "/v1/chat/completions", json=request) as answer:
-            text = ""
-            async for part in answer.aiter_text():
-                text += part
-                if text.count(": ping\n\n") >= 3:
-                    pinged.set()
-        assert pinged.is_set() and text.endswith("data: [DONE]\n\n")
+        text = await gateway.pinged("/v1/chat/completions", request, ": ping\n\n")
+        assert text.endswith("data: [DONE]\n\n")
         gateway.engine.script = gateway.engine.reply({"content": "Slow."}, size=1, delay_s=0.1)
         assert ": ping\n\n" in (await gateway.chat(stream=True)).text
 

@@ -568,15 +568,8 @@ async def test_an_engine_that_breaks_off_within_a_stream(gateway: Gateway):
 
 async def test_pings_while_the_engine_is_silent(gateway_factory: GatewayFactory):
     async with gateway_factory(grace_s=0.05, ping_interval_s=0.05) as gateway:
-        pinged = asyncio.Event()
-        gateway.engine.script = gateway.engine.reply({"content": "Slow."}, after=pinged)
         body = {"model": "kimi-k3", "max_tokens": 900, "messages": USER, "stream": True}
-        async with gateway.http.stream("POST", "/v1/messages", json=body) as answer:
-            text = ""
-            async for part in answer.aiter_text():
-                text += part
-                if text.count("event: ping\n") >= 3:
-                    pinged.set()
+        text = await gateway.pinged("/v1/messages", body, "event: ping\n")
         assert [item["type"] for item in events_of(text)[:3]] == ["ping"] * 3
         async with gateway.anthropic.messages.stream(model="kimi-k3", max_tokens=9, messages=USER) as stream:
             message = await stream.get_final_message()
