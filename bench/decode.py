@@ -2,7 +2,9 @@
 
 Held-out sessions begin as the script plays them, up to a context; from there on the model answers greedily,
 and its calls are executed. One engine with the draft and one without play the same sessions: one after
-another, timed from a message's first token to its last, then all at once, timed as a whole.
+another, timed from a message's first token to its last, then all at once, timed as a whole. With
+`--reference` the log probabilities that the engine without a draft gives the sessions' prompts stand beside
+those of the trainer's network.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
+from bench import agreement
 from bench.engines import Engine, EngineFailure, note, running_engine
 from model import small
 from model.encoding import END_OF_MESSAGE
@@ -62,10 +65,14 @@ class Table:
         self._encoder = Encoder(self._tokenizer)
         self._end = self._tokenizer.markup[END_OF_MESSAGE]
 
+    def player(self, number: int, context: int) -> Player:
+        """The user and the tools of one session, from its `context` on."""
+        request = Request(f"decode/{self._play.seed}/{number}", Split.HELD_OUT, context)
+        return Player(request, self._tokenizer, self._encoder)
+
     def session(self, number: int, context: int) -> list[Message]:
         """Play one session from its `context` on."""
-        request = Request(f"decode/{self._play.seed}/{number}", Split.HELD_OUT, context)
-        player = Player(request, self._tokenizer, self._encoder)
+        player = self.player(number, context)
         ids = list(player.prompt)
         found: list[Message] = []
         for _ in range(self._play.messages):
@@ -143,6 +150,16 @@ def measure(
     return by_context, played
 
 
+def _agreement(play: Play, engine: Engine, reference: Path, contexts: Sequence[int]) -> dict[str, Any]:
+    table = Table(play, engine)
+    agrees: dict[str, Any] = {}
+    for context in contexts:
+        prompts = [table.player(number, context).prompt for number in range(min(2, play.sessions))]
+        agrees[str(context)] = agreement.compare(engine, reference, prompts)
+        note(f"context {context}: {agrees[str(context)]}")
+    return agrees
+
+
 def main() -> int:
     """Measure and report; 0 when both engines played to the end."""
     parser = argparse.ArgumentParser(prog="python -m bench.decode", description=__doc__)
@@ -156,6 +173,12 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sessions (default: %(default)s)")
     parser.add_argument(
+        "--reference",
+        type=Path,
+        metavar="DIR",
+        help="what --model is a padded copy of, or --model itself",
+    )
+    parser.add_argument(
         "--both", action="store_true", help="boot both engines at once (not the measurements)"
     )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the engines' logs there")
@@ -167,6 +190,7 @@ def main() -> int:
     play = Play(model, args.seed, args.sessions, args.messages)
     ways: dict[str, dict[str, Any]] = {}
     talks: dict[str, list[list[Message]]] = {}
+    agrees: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="longhaul-decode-") as temporary:
         scratch: Path = args.keep or Path(temporary)
         scratch.mkdir(parents=True, exist_ok=True)
@@ -174,6 +198,8 @@ def main() -> int:
         engines = _boot_both if args.both else _boot_one_by_one
         for way, engine in engines(model, args.profile, drafts, scratch):
             note(f"{way}: booted")
+            if args.reference and way == WAYS[0]:
+                agrees = _agreement(play, engine, args.reference, args.contexts)
             ways[way], talks[way] = measure(play, engine, args.contexts)
     pairs = [
         plain.ids == drafted.ids
@@ -186,6 +212,7 @@ def main() -> int:
         "equal_messages": sum(pairs),
         "messages": len(pairs),
         "ways": ways,
+        **({"agreement": agrees} if agrees else {}),
         **{f"speedup_{how}": _speedup(ways, f"tokens_per_second_{how}") for how in ("alone", "together")},
     }
     if args.json:
