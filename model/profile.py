@@ -151,6 +151,19 @@ class Profile(_Entry):
         if (self.gpu is None) != (self.device == "cpu") or (self.gpus is None) != (self.device == "cpu"):
             raise ProfileError(f"profile {self.name}: gpu and gpus belong to device = 'cuda', and both do")
 
+    def check(self, model: Path, draft: Path | None, extra: Sequence[str]) -> None:
+        """Raise `ProfileError` for a K3 of sizes that a GPU can't compute, and when `extra` lacks an argument
+        that the profile requires."""
+        if self.device == "cuda" and (complaint := kernel_sizes.complaint(model, draft)) is not None:
+            raise ProfileError(f"profile {self.name}: {complaint}")
+        given = _flags(extra)
+        for entry in self.required:
+            if entry.flag not in given:
+                raise ProfileError(
+                    f"profile {self.name} needs {entry.flag} ({entry.why}): pass it after '--', "
+                    f"as in: longhaul engine --profile {self.name} ... -- {entry.flag} VALUE"
+                )
+
     def command(
         self,
         model: Path,
@@ -164,18 +177,10 @@ class Profile(_Entry):
 
         With `store_url` (redis://host:port/0 or unix:///path) the host tier and the storage backend are on;
         with `draft` (a DSpark checkpoint) speculative decoding is. `extra` are further SGLang arguments: one
-        that the profile has too replaces the profile's. Raises `ProfileError` when an argument that the
-        profile requires is missing from `extra`, and for a K3 of sizes that a GPU can't compute.
+        that the profile has too replaces the profile's. Raises `ProfileError` as `check` does.
         """
-        if self.device == "cuda" and (complaint := kernel_sizes.complaint(model, draft)) is not None:
-            raise ProfileError(f"profile {self.name}: {complaint}")
-        given = {word.split("=", 1)[0] for word in extra if word.startswith("--")}
-        for entry in self.required:
-            if entry.flag not in given:
-                raise ProfileError(
-                    f"profile {self.name} needs {entry.flag} ({entry.why}): pass it after '--', "
-                    f"as in: longhaul engine --profile {self.name} ... -- {entry.flag} VALUE"
-                )
+        self.check(model, draft, extra)
+        given = _flags(extra)
         used: set[When] = {"always"}
         if store_url is not None:
             used.add("store")
@@ -201,6 +206,10 @@ class Profile(_Entry):
 
 
 _STORE_FLAGS = ("--hicache-storage-backend", "--hicache-storage-backend-extra-config")
+
+
+def _flags(words: Sequence[str]) -> set[str]:
+    return {word.split("=", 1)[0] for word in words if word.startswith("--")}
 
 
 def _common(model: Path, port: int) -> list[Argument]:

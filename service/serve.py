@@ -152,6 +152,7 @@ def lay_out(args: argparse.Namespace) -> Layout:
     state = state_directory(args.state_dir)
     profile, _ = select_profile(args.profile)
     model = checkpoint(profile, args.model, state)
+    profile.check(model, draft_path(args), args.extra)
     if args.replicas < 1:
         raise ProfileError(f"--replicas {args.replicas}: give a number from 1 on")
     if args.replicas > 1 and profile.device != "cpu":

@@ -48,6 +48,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (["--profile", "b300"], "no profile named 'b300'"),
         (["--profile", "b300-8"], "b300-8 needs --model"),
         (["--model", "/no/such"], "no checkpoint in /no/such"),
+        (["--profile", "h200-slice", "--model", str(small.SHIPPED)], "longhaul model pad --model"),
         (["--port", "99999"], "--port 99999 is not a port"),
         (["--replicas", "0"], "--replicas 0: give a number from 1 on"),
         (["--replicas", "2", "--port", "18001", "--engine-port", "18000"], "one of the engines' ports"),
