@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.training import delta
-from model.training.network import DeltaAttention, LatentAttention, Layer, Linear, Network, ShortConv
+from model.training.attention import DeltaAttention, LatentAttention, ShortConv
+from model.training.layers import Linear
+from model.training.network import Layer, Network
 
 _PREFILL_TOKENS: Final = 65536
 

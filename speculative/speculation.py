@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.training import delta
-from model.training.network import DeltaAttention, LatentAttention, Layer, Network
+from model.training.attention import DeltaAttention, LatentAttention
+from model.training.network import Layer, Network
 from speculative.decoding import Decoder, through, unit
 from speculative.network import DraftNetwork, rotate
 from speculative.network import Layer as DraftLayer

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.training.documents import WEIGHTS, WRITTEN, Kind
+from model.training.experts import LatentMoe
 from model.training.feed import Batch
 from model.training.geometry import Geometry
-from model.training.network import LatentMoe, Network
+from model.training.network import Network
 
 H200_FLOPS = 989e12
 """Dense bfloat16, by the vendor's data sheet."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anthropic_messages import events_of
 from conftest import Gateway
 from fake_engine import FakeEngine
-from test_messages import events_of
 
 from service.identity import identify
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from model import tiny
 from model.reference import ReferenceModel
 from model.training.geometry import Geometry, small_config
-from model.training.network import Network, initialise, quantile_correction
+from model.training.network import Network, initialise
 from model.training.weights import from_checkpoint, to_checkpoint
 
 IDS = [(7 * n * n + 13 * n) % 2016 for n in range(192)]
@@ -47,16 +47,3 @@ def test_the_small_models_checkpoint_gives_the_references_logits(tmp_path: Path)
         logits = network.lm_head(network(torch.tensor([IDS[:64]]))[0])
     assert logits.allclose(ReferenceModel.load(tmp_path).logits(IDS[:64]), atol=1e-3)
     assert 10e6 < sum(tensor.numel() for tensor in tensors.values()) < 20e6
-
-
-def test_balancing_evens_out_the_experts() -> None:
-    scores = torch.sigmoid(
-        torch.randn(4096, 8, generator=torch.Generator().manual_seed(0)) + torch.arange(8.0)
-    )
-    bias = torch.zeros(8)
-    before = torch.bincount(scores.topk(2).indices.flatten(), minlength=8)
-    for _ in range(20):
-        bias = bias.lerp(quantile_correction(scores, bias, 2), 0.5)
-    after = torch.bincount((scores + bias).topk(2).indices.flatten(), minlength=8)
-    assert before.max() > 3000
-    assert after.min() > 900 and after.max() < 1150
