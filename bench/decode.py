@@ -12,16 +12,15 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
 from bench import agreement
-from bench.engines import Engine, EngineFailure, note, running_engine
+from bench.engines import Engine, EngineFailure, Way, boot_each, note
 from model import small
 from model.encoding import END_OF_MESSAGE
 from model.tasks.lexicon import Split
@@ -31,7 +30,6 @@ from speculative.players import Player, Request
 
 WAYS: Final = ("no draft", "draft")
 _MOST_TOKENS: Final = 400
-Engines = Generator[tuple[str, Engine]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +192,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="longhaul-decode-") as temporary:
         scratch: Path = args.keep or Path(temporary)
         scratch.mkdir(parents=True, exist_ok=True)
-        drafts = {WAYS[0]: None, WAYS[1]: args.draft.absolute()}
-        engines = _boot_both if args.both else _boot_one_by_one
-        for way, engine in engines(model, args.profile, drafts, scratch):
+        engines = {WAYS[0]: Way(), WAYS[1]: Way(args.draft.absolute())}
+        for way, engine in boot_each(model, args.profile, engines, scratch, at_once=args.both):
             note(f"{way}: booted")
             if args.reference and way == WAYS[0]:
                 agrees = _agreement(play, engine, args.reference, args.contexts)
@@ -220,26 +217,6 @@ def main() -> int:
     else:
         _show(result)
     return 0
-
-
-def _boot_one_by_one(model: Path, profile: str, drafts: Mapping[str, Path | None], scratch: Path) -> Engines:
-    for way, draft in drafts.items():
-        log = scratch / f"{way.replace(' ', '-')}.log"
-        with running_engine(model, log, profile=profile, draft=draft) as engine:
-            yield way, engine
-
-
-def _boot_both(model: Path, profile: str, drafts: Mapping[str, Path | None], scratch: Path) -> Engines:
-    with ExitStack() as stack, ThreadPoolExecutor(len(drafts)) as pool:
-        pending = {
-            way: pool.submit(
-                stack.enter_context,
-                running_engine(model, scratch / f"{way.replace(' ', '-')}.log", profile=profile, draft=draft),
-            )
-            for way, draft in drafts.items()
-        }
-        for way, future in pending.items():
-            yield way, future.result()
 
 
 def _speedup(ways: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, float]:

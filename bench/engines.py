@@ -1,12 +1,14 @@
 """Engines for measurements: booted with a launch profile, asked over HTTP, ended with all they started."""
 
 import os
+import re
 import signal
 import socket
 import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,38 @@ def running_engines(
                 with suppress(ProcessLookupError):
                     os.killpg(service.pid, signal.SIGKILL)
             service.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How one of several engines is booted: with a draft or without, and with what further arguments."""
+
+    draft: Path | None = None
+    extra: tuple[str, ...] = ()
+
+
+def boot_each(
+    model: Path, profile: str, ways: Mapping[str, Way], logs: Path, *, at_once: bool
+) -> Generator[tuple[str, Engine]]:
+    """One engine a way, its log under `logs`: one after another, or all at once and one after another given.
+
+    Raises `EngineFailure` for the way whose turn it is.
+    """
+
+    def start(name: str) -> AbstractContextManager[Engine]:
+        way, log = ways[name], logs / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}.log"
+        return running_engine(model, log, profile=profile, draft=way.draft, extra=way.extra)
+
+    if not at_once:
+        for name in ways:
+            with start(name) as engine:
+                yield name, engine
+        return
+    with ExitStack() as stack, ThreadPoolExecutor(len(ways)) as pool:
+        pending = {name: pool.submit(stack.enter_context, start(name)) for name in ways}
+        wait(pending.values())  # one that still boots would disturb what is measured
+        for name, future in pending.items():
+            yield name, future.result()
 
 
 def note(text: str) -> None:
