@@ -12,6 +12,18 @@ TOOL: Any = {
     "input_schema": {"type": "object", "properties": {"command": {"type": "string"}}},
 }
 USER: list[Any] = [{"role": "user", "content": "Hi"}]
+CALL = {
+    "reasoning_content": "Let me think.",
+    "content": "I look.",
+    "tool_calls": [
+        {
+            "id": "x",
+            "type": "function",
+            "function": {"name": "run", "arguments": '{"command": "ls", "n": 1}'},
+        },
+        {"id": "y", "type": "function", "function": {"name": "run", "arguments": "{}"}},
+    ],
+}
 STREAMING = pytest.mark.parametrize("stream", [False, True])
 
 
@@ -34,6 +46,13 @@ def events_of(text: str) -> list[dict[str, Any]]:
         events.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {events[-1]['type']}"
     return events
+
+
+async def prompt_of(gateway: Gateway, **body: Any) -> str:
+    """The prompt that a request becomes, as text."""
+    gateway.engine.requests.clear()
+    await answered(gateway, **body)
+    return gateway.engine.tokenizer.decode(gateway.engine.requests[0]["input_ids"])
 
 
 def the_error(answer: Any, status: int, kind: str) -> str:
