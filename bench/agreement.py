@@ -4,7 +4,6 @@ The network runs in float32, and beside it with products in bfloat16, which says
 itself: an engine that computes in bfloat16 can't come nearer than that.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -14,9 +13,8 @@ from torch import Tensor
 
 from bench.engines import Engine, EngineFailure
 from model.training.delta import CHUNK_TOKENS
-from model.training.geometry import Geometry
 from model.training.network import Network
-from model.training.weights import from_checkpoint, read
+from model.training.weights import load
 
 _NOISE: Final = 2.0
 """Mean difference of log probabilities from which on an engine computes something else."""
@@ -29,31 +27,33 @@ class Scores(NamedTuple):
     likeliest: Tensor
 
 
-def compare(engine: Engine, checkpoint: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The engine beside the trainer's network of `checkpoint`, the form that the trainer wrote.
+class Judge:
+    """The trainer's network of a checkpoint, in the form that the trainer wrote."""
 
-    Raises `EngineFailure` where the engine gives no log probabilities, or noise.
-    """
-    networks = {dtype: _network(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16)}
-    exact = [_computed(networks[torch.float32], prompt) for prompt in prompts]
-    rounded = [_computed(networks[torch.bfloat16], prompt) for prompt in prompts]
-    engines = [_answered(engine, prompt) for prompt in prompts]
-    found: dict[str, Any] = {
-        "tokens": sum(len(scores.logprobs) for scores in exact),
-        "engine": _difference(exact, engines),
-        "network_bfloat16": _difference(exact, rounded),
-    }
-    if not found["engine"]["mean_difference"] < _NOISE:
-        raise EngineFailure(f"the engine's logits are not those of {checkpoint}: {found}")
-    return found
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._exact, self._rounded = (
+            load(checkpoint, dtype).requires_grad_(False).to(device)
+            for dtype in (torch.float32, torch.bfloat16)
+        )
 
+    def compare(self, engine: Engine, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The engine beside the network.
 
-def _network(checkpoint: Path, dtype: torch.dtype) -> Network:
-    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    network = Network(Geometry.of(config), dtype)
-    from_checkpoint(network, read(checkpoint))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return network.requires_grad_(False).to(device)
+        Raises `EngineFailure` where the engine gives no log probabilities, or noise.
+        """
+        exact = [_computed(self._exact, prompt) for prompt in prompts]
+        rounded = [_computed(self._rounded, prompt) for prompt in prompts]
+        engines = [_answered(engine, prompt) for prompt in prompts]
+        found: dict[str, Any] = {
+            "tokens": sum(len(scores.logprobs) for scores in exact),
+            "engine": _difference(exact, engines),
+            "network_bfloat16": _difference(exact, rounded),
+        }
+        if not found["engine"]["mean_difference"] < _NOISE:
+            raise EngineFailure(f"the engine's logits are not those of {self._checkpoint}: {found}")
+        return found
 
 
 @torch.inference_mode()
@@ -76,10 +76,7 @@ def _answered(engine: Engine, prompt: Sequence[int]) -> Scores:
         "logprob_start_len": 0,
         "top_logprobs_num": 1,
     }
-    response = engine.client.post("/generate", json=body)
-    if not response.is_success:
-        raise EngineFailure(f"/generate answered {response.status_code}: {response.text[:500]}")
-    meta = response.json()["meta_info"]
+    meta = engine.ask(body)["meta_info"]
     # The first token has no probability; each entry begins with a log probability and a token.
     written = [entry[0] for entry in meta["input_token_logprobs"][1:]]
     likeliest = [entries[0][1] for entries in meta["input_top_logprobs"][1:]]
@@ -91,8 +88,9 @@ def _answered(engine: Engine, prompt: Sequence[int]) -> Scores:
 
 
 def _difference(exact: Sequence[Scores], other: Sequence[Scores]) -> dict[str, float]:
-    logprobs = torch.cat([one.logprobs - two.logprobs for one, two in zip(exact, other, strict=True)]).abs()
-    equal = torch.cat([one.likeliest == two.likeliest for one, two in zip(exact, other, strict=True)])
+    pairs = list(zip(exact, other, strict=True))
+    logprobs = torch.cat([one.logprobs - two.logprobs for one, two in pairs]).abs()
+    equal = torch.cat([one.likeliest == two.likeliest for one, two in pairs])
     return {
         "mean_difference": round(float(logprobs.mean()), 6),
         "p99_difference": round(float(logprobs.quantile(0.99)), 6),

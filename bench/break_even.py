@@ -15,7 +15,6 @@ NAME: draft ARGUMENTS. One with the draft is divided by the plain one before it.
 
 import argparse
 import json
-import random
 import shlex
 import statistics
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.engines import Engine, EngineFailure, Way, boot_each, note
+from bench.prefill import random_prompts
 from model import small
 
 _DEFAULT_WAYS: Final = ("without: plain", "with: draft")
@@ -43,8 +43,7 @@ def read_way(text: str, draft: Path) -> tuple[str, Way]:
 
 def seconds_a_round(engine: Engine, context: int, tokens: int, repeats: int, vocabulary: int) -> list[float]:
     """Of each repeat, seconds a round (without a draft: a token) from the first token on."""
-    source = random.Random(context)
-    prompt = [source.randrange(vocabulary) for _ in range(context)]
+    prompt = next(random_prompts(vocabulary, context, context))
     engine.generate(prompt, _WARM_TOKENS)
     return [_time(engine, prompt, tokens) for _ in range(repeats)]
 
@@ -52,16 +51,13 @@ def seconds_a_round(engine: Engine, context: int, tokens: int, repeats: int, voc
 def _time(engine: Engine, prompt: Sequence[int], tokens: int) -> float:
     body = {
         "input_ids": list(prompt),
-        "stream": True,
         "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
     }
     arrivals: list[float] = []
     meta: dict[str, Any] = {}
-    with engine.client.stream("POST", "/generate", json=body) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                arrivals.append(time.perf_counter())
-                meta = json.loads(line.removeprefix("data: ")).get("meta_info") or {}
+    for event in engine.stream(body):
+        arrivals.append(time.perf_counter())
+        meta = event["meta_info"]
     written = int(meta.get("completion_tokens") or 0)
     if written < tokens:
         raise EngineFailure(f"/generate wrote {written} of {tokens} tokens")

@@ -19,7 +19,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
-from bench import agreement
+from bench.agreement import Judge
 from bench.engines import Engine, EngineFailure, Way, boot_each, note
 from model import small
 from model.encoding import END_OF_MESSAGE
@@ -57,15 +57,15 @@ class Table:
     """The users and tools of sessions, and a model that answers them."""
 
     def __init__(self, play: Play, engine: Engine) -> None:
-        self._play = play
-        self._engine = engine
+        self.play = play
+        self.engine = engine
         self._tokenizer = K3Tokenizer.load(play.model)
         self._encoder = Encoder(self._tokenizer)
         self._end = self._tokenizer.markup[END_OF_MESSAGE]
 
     def player(self, number: int, context: int) -> Player:
         """The user and the tools of one session, from its `context` on."""
-        request = Request(f"decode/{self._play.seed}/{number}", Split.HELD_OUT, context)
+        request = Request(f"decode/{self.play.seed}/{number}", Split.HELD_OUT, context)
         return Player(request, self._tokenizer, self._encoder)
 
     def session(self, number: int, context: int) -> list[Message]:
@@ -73,7 +73,7 @@ class Table:
         player = self.player(number, context)
         ids = list(player.prompt)
         found: list[Message] = []
-        for _ in range(self._play.messages):
+        for _ in range(self.play.messages):
             message = self._answer(ids)
             found.append(message)
             ids += message.ids
@@ -84,7 +84,6 @@ class Table:
         ends = self._tokenizer.eos_ids
         body = {
             "input_ids": list(ids),
-            "stream": True,
             "sampling_params": {
                 "temperature": 0,
                 "max_new_tokens": _MOST_TOKENS,
@@ -95,44 +94,36 @@ class Table:
         first = last = 0.0
         at_first = 0
         meta: dict[str, Any] = {}
-        with self._engine.client.stream("POST", "/generate", json=body) as response:
-            for line in response.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "output_ids" not in event:
-                    raise EngineFailure(f"/generate answered {line[:300]}")
-                last = time.perf_counter()
-                first = first or last
-                if not answer:
-                    at_first = len(event["output_ids"])
-                answer += event["output_ids"]
-                meta = event["meta_info"]
+        for event in self.engine.stream(body):
+            last = time.perf_counter()
+            first = first or last
+            if not answer:
+                at_first = len(event["output_ids"])
+            answer += event["output_ids"]
+            meta = event["meta_info"]
         if not answer:
-            raise EngineFailure(f"/generate answered nothing (status {response.status_code})")
+            raise EngineFailure("/generate answered nothing")
         timed = len(answer) - at_first
         if answer[-1] not in ends:
             answer.append(self._end)
         return Message(answer, timed, last - first, int(meta.get("spec_verify_ct") or 0))
 
 
-def measure(
-    play: Play, engine: Engine, contexts: Sequence[int]
-) -> tuple[dict[str, Any], list[list[Message]]]:
+def measure(table: Table, contexts: Sequence[int]) -> tuple[dict[str, Any], list[list[Message]]]:
     """Figures by context, and the messages of all sessions that were played one after another."""
-    table = Table(play, engine)
-    numbers = range(play.sessions)
+    sessions = table.play.sessions
+    numbers = range(sessions)
     by_context: dict[str, Any] = {}
     played: list[list[Message]] = []
     for context in contexts:
-        table.session(play.sessions, context)  # compiles what a first request compiles
+        table.session(sessions, context)  # compiles what a first request compiles
         alone = [table.session(number, context) for number in numbers]
         played += alone
         messages = [message for session in alone for message in session]
         tokens = sum(message.timed for message in messages)
         drafted = sum(len(message.ids) - 1 for message in messages)
         rounds = sum(message.rounds for message in messages)
-        with ThreadPoolExecutor(play.sessions) as pool:
+        with ThreadPoolExecutor(sessions) as pool:
             list(pool.map(table.session, numbers, repeat(context)))
             began = time.perf_counter()
             together = list(pool.map(table.session, numbers, repeat(context)))
@@ -148,12 +139,12 @@ def measure(
     return by_context, played
 
 
-def _agreement(play: Play, engine: Engine, reference: Path, contexts: Sequence[int]) -> dict[str, Any]:
-    table = Table(play, engine)
+def _agreement(table: Table, reference: Path, contexts: Sequence[int]) -> dict[str, Any]:
+    judge = Judge(reference)
     agrees: dict[str, Any] = {}
     for context in contexts:
-        prompts = [table.player(number, context).prompt for number in range(min(2, play.sessions))]
-        agrees[str(context)] = agreement.compare(engine, reference, prompts)
+        prompts = [table.player(number, context).prompt for number in range(min(2, table.play.sessions))]
+        agrees[str(context)] = judge.compare(table.engine, prompts)
         note(f"context {context}: {agrees[str(context)]}")
     return agrees
 
@@ -195,9 +186,10 @@ def main() -> int:
         engines = {WAYS[0]: Way(), WAYS[1]: Way(args.draft.absolute())}
         for way, engine in boot_each(model, args.profile, engines, scratch, at_once=args.both):
             note(f"{way}: booted")
+            table = Table(play, engine)
             if args.reference and way == WAYS[0]:
-                agrees = _agreement(play, engine, args.reference, args.contexts)
-            ways[way], talks[way] = measure(play, engine, args.contexts)
+                agrees = _agreement(table, args.reference, args.contexts)
+            ways[way], talks[way] = measure(table, args.contexts)
     pairs = [
         plain.ids == drafted.ids
         for one, other in zip(*(talks[way] for way in WAYS), strict=True)

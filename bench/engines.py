@@ -1,5 +1,6 @@
 """Engines for measurements: booted with a launch profile, asked over HTTP, ended with all they started."""
 
+import json
 import os
 import re
 import signal
@@ -60,11 +61,28 @@ class Engine:
             "input_ids": list(ids),
             "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling},
         }
+        answer = self.ask(body)
+        return Answer(answer["output_ids"], answer["meta_info"])
+
+    def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What `/generate` answers; raises `EngineFailure`."""
         response = self.client.post("/generate", json=body)
         if not response.is_success:
             raise EngineFailure(f"/generate answered {response.status_code}: {response.text[:500]}")
-        answer = response.json()
-        return Answer(answer["output_ids"], answer["meta_info"])
+        return response.json()
+
+    def stream(self, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
+        """The events that `/generate` answers, as they come; raises `EngineFailure`."""
+        with self.client.stream("POST", "/generate", json={**body, "stream": True}) as response:
+            if not response.is_success:
+                text = response.read().decode(errors="replace")
+                raise EngineFailure(f"/generate answered {response.status_code}: {text[:500]}")
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "output_ids" not in event:
+                        raise EngineFailure(f"/generate answered {line[:500]}")
+                    yield event
 
     def flush(self) -> None:
         """Empty the caches of the engine's process."""

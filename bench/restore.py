@@ -67,6 +67,7 @@ class Restorable:
     """An engine whose storage backend can be changed."""
 
     def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._client = engine.client
         self._client.headers["authorization"] = f"Bearer {ADMIN_KEY}"
 
@@ -74,25 +75,17 @@ class Restorable:
         """Continue `ids` greedily."""
         body = {
             "input_ids": list(ids),
-            "stream": True,
             "sampling_params": {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True},
         }
         answer: list[int] = []
         first_s = 0.0
         meta: dict[str, Any] = {}
         started = time.perf_counter()
-        with self._client.stream("POST", "/generate", json=body) as response:
-            response.raise_for_status()
-            for line in response.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
-                if "error" in chunk:
-                    raise EngineFailure(f"/generate answered {line[:500]}")
-                if chunk["output_ids"] and not answer:
-                    first_s = time.perf_counter() - started
-                answer += chunk["output_ids"]
-                meta = chunk["meta_info"]
+        for event in self._engine.stream(body):
+            if event["output_ids"] and not answer:
+                first_s = time.perf_counter() - started
+            answer += event["output_ids"]
+            meta = event["meta_info"]
         details: Mapping[str, int] = meta.get("cached_tokens_details") or {}
         return First(first_s, answer, int(details.get("storage") or 0))
 

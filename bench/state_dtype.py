@@ -90,9 +90,7 @@ def ask(engine: Engine, ids: Sequence[int]) -> Reply:
         "return_logprob": True,
         "sampling_params": {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True},
     }
-    response = engine.client.post("/generate", json=body)
-    response.raise_for_status()
-    meta = response.json()["meta_info"]
+    meta = engine.ask(body)["meta_info"]
     tokens: list[tuple[float, int, Any]] = meta["output_token_logprobs"]
     details: Mapping[str, int] = meta.get("cached_tokens_details") or {}
     return Reply([t[1] for t in tokens], [t[0] for t in tokens], int(details.get("storage") or 0))

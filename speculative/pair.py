@@ -1,6 +1,5 @@
 """A target and its draft, loaded for measurements."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -9,9 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from model.tokenizer import K3Tokenizer
-from model.training.geometry import Geometry
 from model.training.network import Network
-from model.training.weights import from_checkpoint, read
+from model.training.weights import load
 from speculative.decoding import narrow
 from speculative.draft import DraftConfig, DraftError
 from speculative.network import DraftNetwork
@@ -29,13 +27,12 @@ class Pair:
     def load(cls, target: Path, draft: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Self:
         """Load two checkpoint directories; products run in `dtype`. Raises `DraftError`."""
         try:
-            geometry = Geometry.of(json.loads((target / "config.json").read_text(encoding="utf-8")))
-            network = Network(geometry, dtype)
-            from_checkpoint(network, read(target))
+            network = load(target, dtype)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DraftError(f"{target}: not a K3 of `longhaul model train` ({error!r})") from error
         config = DraftConfig.read(draft)
-        if (config.hidden_size, config.vocab_size) != (geometry.hidden_size, geometry.vocab_size):
+        sizes = network.geometry
+        if (config.hidden_size, config.vocab_size) != (sizes.hidden_size, sizes.vocab_size):
             raise DraftError(f"{draft}: made for another target than {target}; train one for it")
         drafter = DraftNetwork(config)
         try:

@@ -20,9 +20,7 @@ from safetensors.torch import load_file
 from model.tasks.lexicon import Split
 from model.tokenizer import K3Tokenizer
 from model.training import schedule
-from model.training.geometry import Geometry
-from model.training.network import Network
-from model.training.weights import from_checkpoint, read
+from model.training.weights import load
 from speculative import draft, messages, plots
 from speculative.acceptance import Tally, measure
 from speculative.decoding import narrow
@@ -108,9 +106,7 @@ class Run:
         self._began = time.monotonic()
         self.device = torch.device(plan.device)
         self.config = DraftConfig.of(plan.target, **plan.sizes)
-        geometry = Geometry.of(json.loads((plan.target / "config.json").read_text(encoding="utf-8")))
-        self.target = Network(geometry, plan.dtype)
-        from_checkpoint(self.target, read(plan.target))
+        self.target = load(plan.target, plan.dtype)
         self.target.requires_grad_(False).to(self.device)
         narrow(self.target)
         self.tokenizer_json = (plan.target / "tokenizer.json").read_text(encoding="utf-8")

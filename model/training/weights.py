@@ -1,5 +1,6 @@
 """From the trainer's parameters, with experts stacked, to the checkpoint's tensors and back."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from model.training.geometry import Geometry
 from model.training.network import Network
 
 _PREFIX = "language_model."
@@ -37,6 +39,17 @@ def from_checkpoint(network: Network, tensors: Mapping[str, Tensor]) -> None:
             weight.copy_(torch.stack(parts))
         else:
             weight.copy_(tensors[_PREFIX + name])
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Network:
+    """The network of a checkpoint directory, products in `dtype`.
+
+    Raises OSError (FileNotFoundError without tensors), ValueError, KeyError for what is missing.
+    """
+    geometry = Geometry.of(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    network = Network(geometry, dtype)
+    from_checkpoint(network, read(path))
+    return network
 
 
 def read(path: Path) -> dict[str, Tensor]:

@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
+from mocked_engine import mocked
 
-from bench import agreement
+from bench.agreement import Judge
 from bench.engines import Engine, EngineFailure
 
 PROMPTS = [list(range(7, 7 + 80)), list(range(300, 300 + 64))]
@@ -17,7 +17,7 @@ PROMPTS = [list(range(7, 7 + 80)), list(range(300, 300 + 64))]
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_the_engine_gives_the_logits_of_the_trainers_network(engine: Engine, checkpoint: Path) -> None:
-    found = agreement.compare(engine, checkpoint, PROMPTS)
+    found = Judge(checkpoint).compare(engine, PROMPTS)
     assert found["tokens"] == sum(map(len, PROMPTS)) - len(PROMPTS)
     assert found["engine"]["max_difference"] < 1e-3
     assert found["engine"]["likeliest_equal"] == 1.0
@@ -35,14 +35,13 @@ def answering(logprob: float | None) -> Engine:
         meta = {"input_token_logprobs": written, "input_top_logprobs": likeliest}
         return httpx.Response(200, json={"output_ids": [0], "meta_info": meta})
 
-    client = httpx.Client(base_url="http://engine", transport=httpx.MockTransport(answer))
-    return cast(Engine, SimpleNamespace(client=client))
+    return mocked(answer)
 
 
 @pytest.mark.parametrize("logprob", [None, -100.0])
 def test_noise_is_a_failure(checkpoint: Path, logprob: float | None) -> None:
     with pytest.raises(EngineFailure, match="not those of"):
-        agreement.compare(answering(logprob), checkpoint, PROMPTS)
+        Judge(checkpoint).compare(answering(logprob), PROMPTS)
 
 
 def test_an_answer_without_log_probabilities_is_named(checkpoint: Path) -> None:
@@ -50,6 +49,5 @@ def test_an_answer_without_log_probabilities_is_named(checkpoint: Path) -> None:
         meta = {"input_token_logprobs": [None], "input_top_logprobs": [None]}
         return httpx.Response(200, json={"output_ids": [0], "meta_info": meta})
 
-    client = httpx.Client(base_url="http://engine", transport=httpx.MockTransport(answer))
     with pytest.raises(EngineFailure, match="0 log probabilities for 80 tokens"):
-        agreement.compare(cast(Engine, SimpleNamespace(client=client)), checkpoint, PROMPTS)
+        Judge(checkpoint).compare(mocked(answer), PROMPTS)

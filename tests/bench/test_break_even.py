@@ -2,14 +2,14 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
+from mocked_engine import mocked
 
 from bench.break_even import break_even, read_way, seconds_a_round
-from bench.engines import Answer, Engine, EngineFailure, Way
+from bench.engines import Engine, EngineFailure, Way
 
 DRAFT = Path("/draft")
 
@@ -41,14 +41,12 @@ def engine_that_writes(tokens: int, rounds: int | None) -> Engine:
         meta: dict[str, Any] = {"completion_tokens": tokens}
         if rounds is not None:
             meta["spec_verify_ct"] = rounds
+        if not json.loads(request.content).get("stream"):
+            return httpx.Response(200, json={"output_ids": [1], "meta_info": {}})
         event = json.dumps({"output_ids": [1], "meta_info": meta})
         return httpx.Response(200, text=f"data: {event}\n\ndata: {event}\n\ndata: [DONE]\n\n")
 
-    def generate(ids: list[int], tokens: int) -> Answer:
-        return Answer([0] * tokens, {})
-
-    client = httpx.Client(base_url="http://engine", transport=httpx.MockTransport(answer))
-    return cast(Engine, SimpleNamespace(client=client, generate=generate))
+    return mocked(answer)
 
 
 @pytest.mark.parametrize(("rounds", "divisor"), [(None, 8), (2, 2)])
